@@ -1,0 +1,187 @@
+"""DFlash: a block-diffusion drafter conditioned on hidden states of the target.
+
+Chen et al., 2026 (arXiv 2602.06036). The block [anchor, mask, mask, ...] goes once through a small
+transformer; slot k predicts the token at position anchor + k. Every layer sees the context as extra keys
+and values made from the target's tapped states, so a context token costs one fusion and two projections
+a layer and is cached for ever; block rows are never cached.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.config import SLIDING, DrafterConfig
+from dflash_jax.drafters.contract import Draft, SharedWeights, Verified, scatter_to_target
+from dflash_jax.kernels.block_attention import block_attention
+from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, context, write
+from dflash_jax.models.attention import causal, fold_heads, stack_kv, two_sided
+from dflash_jax.models.layers import RMSNorm, SwiGLU, dense, param, rope_table, rotate
+from dflash_jax.models.transformer import softcap
+
+
+class DFlashAttention(nnx.Module):
+    """Block queries over context keys (from fused taps) and block keys, by the same k/v projection."""
+
+    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, g, h = config.hidden_size, config.num_kv_heads, config.head_dim
+        r = config.num_heads // g
+        self.q_DxGxRxH = param(rngs, (d, g, r, h), ("embed", "kv_heads", None, None), dtype, d)
+        self.kv_DxGx2xH = param(rngs, (d, g, 2, h), ("embed", "kv_heads", None, None), dtype, d)
+        self.q_bias_GxRxH = param(rngs, (g, r, h), ("kv_heads", None, None), dtype, 0) if config.qkv_bias else None
+        self.kv_bias_Gx2xH = param(rngs, (g, 2, h), ("kv_heads", None, None), dtype, 0) if config.qkv_bias else None
+        self.out_GxRxHxD = param(rngs, (g, r, h, d), ("kv_heads", None, None, "embed"), dtype, g * r * h)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, rngs)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, rngs)
+        self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+        self.causal = config.layer_is_causal(layer)
+        self.scale = h**-0.5
+
+    def keys_values(self, x_BxMxD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(k_BxGxMxH normed and rotated, v_BxGxMxH) of context features or of block hidden states."""
+        kv_BxMxGx2xH = dense(x_BxMxD, self.kv_DxGx2xH[...])
+        if self.kv_bias_Gx2xH is not None:
+            kv_BxMxGx2xH += self.kv_bias_Gx2xH[...][None, None]
+        k_BxMxGxH = rotate(self.k_norm(kv_BxMxGx2xH[..., 0, :]), *rope)
+        return k_BxMxGxH.swapaxes(1, 2), kv_BxMxGx2xH[..., 1, :].swapaxes(1, 2)
+
+    def queries(self, x_BxMxD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """q_BxMxNxH, normed and rotated."""
+        q_BxMxGxRxH = dense(x_BxMxD, self.q_DxGxRxH[...])
+        if self.q_bias_GxRxH is not None:
+            q_BxMxGxRxH += self.q_bias_GxRxH[...][None, None]
+        b, m, g, r, h = q_BxMxGxRxH.shape
+        return rotate(self.q_norm(q_BxMxGxRxH.reshape(b, m, g * r, h)), *rope)
+
+    def project(self, out_BxMxNxH: jax.Array) -> jax.Array:
+        b, m = out_BxMxNxH.shape[:2]
+        return dense(out_BxMxNxH.reshape(b, m, -1), fold_heads(self.out_GxRxHxD[...]))
+
+
+class DFlashLayer(nnx.Module):
+    """Attention with injected context, then SwiGLU; the input norm touches the block only."""
+
+    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(d, eps, dtype, rngs)
+        self.attention = DFlashAttention(config, layer, dtype, rngs)
+        self.mlp_norm = RMSNorm(d, eps, dtype, rngs)
+        self.mlp = SwiGLU(d, config.intermediate_size, False, dtype, rngs)
+
+    def finish(self, x_BxMxD: jax.Array, out_BxMxNxH: jax.Array) -> jax.Array:
+        """Everything after the attention itself."""
+        x_BxMxD = x_BxMxD + self.attention.project(out_BxMxNxH)
+        return x_BxMxD + self.mlp(self.mlp_norm(x_BxMxD))
+
+
+class DFlash(nnx.Module):
+    """The drafter. Embedding and head are the target's (`SharedWeights`), frozen.
+
+    Attributes:
+      first_layer: index of its first layer in the shared cache = number of target layers.
+    """
+
+    def __init__(self, config: DrafterConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, eps = config.hidden_size, config.rms_norm_eps
+        width = len(config.target_layer_ids) * d
+        self.config = config
+        self.fc_TDxD = param(rngs, (width, d), (None, "embed"), dtype, width)
+        self.hidden_norm = RMSNorm(d, eps, dtype, rngs)
+        self.layers = nnx.List([DFlashLayer(config, i, dtype, rngs) for i in range(config.num_layers)])
+        self.norm = RMSNorm(d, eps, dtype, rngs)
+        self.first_layer = config.num_target_layers
+
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """The cache layers that the drafter needs behind the target's."""
+        return (LayerSpec(self.config.num_kv_heads, self.config.head_dim),) * self.config.num_layers
+
+    def fuse(self, taps_BxMxTD: jax.Array) -> jax.Array:
+        """Context features [B, M, D] = hidden_norm(fc(taps)); one for all layers."""
+        return self.hidden_norm(dense(taps_BxMxTD, self.fc_TDxD[...]))
+
+    def context_kv(self, taps_BxMxTD: jax.Array, position_BxM: jax.Array) -> BlockKV:
+        """Keys and values of context tokens, every layer."""
+        feature_BxMxD = self.fuse(taps_BxMxTD)
+        rope = rope_table(self.config.rope, self.config.head_dim, position_BxM)
+        return BlockKV(*stack_kv([layer.attention.keys_values(feature_BxMxD, rope) for layer in self.layers]))
+
+    def absorb(self, shared: SharedWeights, cache: KVCache, verified: Verified) -> KVCache:
+        """Writes the K/V of newly committed tokens behind the committed length."""
+        del shared
+        num_tokens = verified.token_BxM.shape[1]
+        position_BxM = cache.length_B[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        rows = self.context_kv(verified.taps_BxMxTD, position_BxM)
+        return write(cache, rows, self.first_layer, verified.count_B)
+
+    def block_hidden(self, shared: SharedWeights, cache: KVCache, token_BxK: jax.Array) -> jax.Array:
+        """Normed hidden states [B, K, D] of a block [anchor, masks] at positions length .. length+K-1."""
+        num_slots = token_BxK.shape[1]
+        position_BxK = cache.length_B[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None]
+        rope = rope_table(self.config.rope, self.config.head_dim, position_BxK)
+        x_BxKxD = self.embed(shared, token_BxK)
+        for i, layer in enumerate(self.layers):
+            attention = layer.attention
+            u_BxKxD = layer.attention_norm(x_BxKxD)
+            out_BxKxNxH = block_attention(
+                attention.queries(u_BxKxD, rope),
+                *context(cache, self.first_layer + i),
+                *attention.keys_values(u_BxKxD, rope),
+                length_B=cache.length_B, position_BxM=position_BxK,
+                visibility=causal(num_slots) if attention.causal else two_sided(num_slots),
+                window=attention.window, scale=attention.scale,
+            )  # fmt: skip
+            x_BxKxD = layer.finish(x_BxKxD, out_BxKxNxH)
+        return self.norm(x_BxKxD)
+
+    def embed(self, shared: SharedWeights, token_BxK: jax.Array) -> jax.Array:
+        """The target's embeddings of the block, mask included, with the target's scale if it has one."""
+        x_BxKxD = shared.embedding_VxD[token_BxK]
+        if self.config.embedding_scale is not None:
+            x_BxKxD = x_BxKxD * jnp.asarray(self.config.embedding_scale, x_BxKxD.dtype)
+        return x_BxKxD
+
+    def logits(self, shared: SharedWeights, hidden_BxMxD: jax.Array) -> jax.Array:
+        """Float32 logits over the (possibly pruned) draft vocabulary."""
+        logits = dense(hidden_BxMxD, shared.head_DxV).astype(jnp.float32) * self.config.output_multiplier
+        return softcap(logits, self.config.final_logit_softcap)
+
+    def block_tokens(self, root_B: jax.Array, block_size: int) -> jax.Array:
+        """[anchor, mask, mask, ...], [B, K]."""
+        masks = jnp.full((root_B.shape[0], block_size - 1), self.config.mask_token_id, root_B.dtype)
+        return jnp.concatenate([root_B[:, None], masks], axis=1)
+
+    def propose(
+        self,
+        shared: SharedWeights,
+        cache: KVCache,
+        root_B: jax.Array,
+        temperature_B: jax.Array | None,
+        key_B: jax.Array | None,
+        block_size: int,
+    ) -> Draft:
+        """Drafts block_size - 1 tokens behind the root.
+
+        Args:
+          temperature_B: None for an argmax proposal. Else the slots are drawn, each on its own, from
+            softmax(logits / temperature) (one-hot at the argmax where it is 0), and the draft carries that law.
+          key_B: one PRNG key a row, read for drawn proposals only.
+          block_size: slots of this round, anchor included; at most the trained size.
+        """
+        hidden_BxKxD = self.block_hidden(shared, cache, self.block_tokens(root_B, block_size))
+        logits_BxKxV = self.logits(shared, hidden_BxKxD[:, 1:])
+        if temperature_B is None:
+            draft_BxK, law = jnp.argmax(logits_BxKxV, axis=-1), None
+        else:
+            safe = jnp.maximum(temperature_B, 1e-6)[:, None, None]
+            best = jax.nn.one_hot(jnp.argmax(logits_BxKxV, -1), logits_BxKxV.shape[-1], dtype=jnp.float32)
+            soft = jax.nn.softmax(logits_BxKxV / safe, axis=-1)
+            probs_BxKxV = jnp.where(temperature_B[:, None, None] > 0, soft, best)
+            draw = jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p), axis=-1))
+            draft_BxK = draw(key_B, probs_BxKxV)
+            law = scatter_to_target(probs_BxKxV, shared.draft_to_target_V, shared.embedding_VxD.shape[0])
+            law = jnp.concatenate([jnp.zeros_like(law[:, :1]), law], axis=1)
+        if shared.draft_to_target_V is not None:
+            draft_BxK = shared.draft_to_target_V[draft_BxK]
+        token_BxM = jnp.concatenate([root_B[:, None], draft_BxK.astype(root_B.dtype)], axis=1)
+        return Draft(token_BxM, law)

@@ -1,0 +1,146 @@
+"""The parts that target and drafter are made of: dense product, RMSNorm, rotary embedding, SwiGLU."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax.config import RopeConfig
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype,
+          fan_in: int | None = None) -> nnx.Param:  # fmt: skip
+    """One parameter: shape, logical axes and init in one declaration.
+
+    Normal with standard deviation fan_in ** -0.5; ones where fan_in is None (norm scales); zeros where
+    fan_in is 0 (biases).
+    """
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in rank")
+    if fan_in is None:
+        value = jnp.ones(shape, dtype)
+    elif fan_in == 0:
+        value = jnp.zeros(shape, dtype)
+    else:
+        value = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    return nnx.Param(value, axes=axes)
+
+
+def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x[..., I] times kernel[I, *O] -> [..., *O], accumulated in float32, in the dtype of x.
+
+    Two facts of XLA on CPU are met here. A bf16 product falls into a scalar loop (ten times slower)
+    unless its result type is float32; and even then a single row does, so it is computed twice.
+    """
+    lead, out = x.shape[:-1], kernel.shape[1:]
+    rows = x.reshape(-1, x.shape[-1])
+    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
+    if single:
+        rows = jnp.concatenate([rows, rows])
+    result = jax.lax.dot_general(
+        rows,
+        kernel.reshape(kernel.shape[0], -1),
+        (((1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    if single:
+        result = result[:1]
+    return result.astype(x.dtype).reshape(*lead, *out)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, computed in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.scale = param(rngs, (dim,), (None,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        # The product with the scale is taken in the model's dtype, as Hugging Face models do.
+        return self.scale[...] * normed.astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) with gate and up in one kernel."""
+
+    def __init__(self, dim: int, ffn: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.gate_up_Dx2xF = param(rngs, (dim, 2, ffn), ("embed", None, "mlp"), dtype, dim)
+        self.down_FxD = param(rngs, (ffn, dim), ("mlp", "embed"), dtype, ffn)
+        self.gate_up_bias_2xF = param(rngs, (2, ffn), (None, "mlp"), dtype, 0) if bias else None
+        self.down_bias_D = param(rngs, (dim,), ("embed",), dtype, 0) if bias else None
+
+    def __call__(self, x_BxMxD: jax.Array) -> jax.Array:
+        h_BxMx2xF = dense(x_BxMxD, self.gate_up_Dx2xF[...])
+        if self.gate_up_bias_2xF is not None:
+            h_BxMx2xF += self.gate_up_bias_2xF[...][None, None]
+        out_BxMxD = dense(jax.nn.silu(h_BxMx2xF[..., 0, :]) * h_BxMx2xF[..., 1, :], self.down_FxD[...])
+        if self.down_bias_D is not None:
+            out_BxMxD += self.down_bias_D[...][None, None]
+        return out_BxMxD
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [head_dim / 2] (float64) and the factor on cos and sin.
+
+    linear: positions divided by `factor`. llama3: low frequencies divided, high ones kept, a ramp in
+    between. yarn: the ramp runs over dimensions between the two correction dims (Peng et al., 2023,
+    section 3; the attention factor defaults to 0.1 ln(factor) + 1).
+    """
+    freq = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        return freq / rope.factor, 1.0
+    if rope.kind == "llama3":
+        old = rope.original_max_positions
+        wavelength = 2 * math.pi / freq
+        smooth = (old / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * freq / rope.factor + smooth * freq, 1.0
+    if rope.kind == "yarn":
+
+        def correction_dim(rotations: float) -> float:
+            old = rope.original_max_positions
+            return head_dim * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        high = high + 0.001 if low == high else high
+        ramp = np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+        mixed = freq / rope.factor * ramp + freq * (1 - ramp)
+        return mixed, _yarn_attention_factor(rope)
+    return freq, 1.0
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, position_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each [B, M, head_dim / 2] float32: phases are never computed in a narrower type."""
+    freq, factor = rope_frequencies(rope, head_dim)
+    phase = position_BxM.astype(jnp.float32)[..., None] * jnp.asarray(freq, jnp.float32)[None, None]
+    return jnp.cos(phase) * factor, jnp.sin(phase) * factor
+
+
+def rotate(x_BxMxNxH: jax.Array, cos_BxMxR: jax.Array, sin_BxMxR: jax.Array) -> jax.Array:
+    """Rotates the two halves of each head against each other (NeoX layout), in float32."""
+    first, second = jnp.split(x_BxMxNxH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BxMxR[:, :, None], sin_BxMxR[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BxMxNxH.dtype)
