@@ -1,0 +1,90 @@
+"""Where training blocks start, what each of their slots must predict, and how much that counts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def valid_anchors(loss_mask_BxS: jax.Array, length_B: jax.Array) -> jax.Array:
+    """[B, S] bool: positions p whose own token and whose next token are both supervised and inside the row.
+
+    The anchor is a token that the target emitted, so it must be part of an answer; and without a
+    supervised token behind it the block has nothing to learn. Blocks may run past the end of the answer.
+    """
+    s = loss_mask_BxS.shape[1]
+    inside_BxS = loss_mask_BxS & (jnp.arange(s, dtype=jnp.int32)[None] < length_B[:, None])
+    follows_BxS = jnp.concatenate([inside_BxS[:, 1:], jnp.zeros_like(inside_BxS[:, :1])], axis=1)
+    return inside_BxS & follows_BxS
+
+
+def sample_anchors(
+    key: jax.Array, epoch_B: jax.Array, id_B: jax.Array, loss_mask_BxS: jax.Array, length_B: jax.Array, num_anchors: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draws anchors without replacement, all valid positions alike.
+
+    A row's draw depends on the key, its epoch and its sample id only: not on the rows beside it, nor on
+    the padding behind it.
+
+    Args:
+      key: one PRNG key of the run.
+      epoch_B, id_B: int32, epoch and sample id of each row.
+      num_anchors: A.
+
+    Returns:
+      (anchor_BxA int32 ascending, keep_BxA bool). A row with fewer than A valid positions gives all of
+      them; the rest is padding at the end, anchor 0 with keep False.
+    """
+    s = loss_mask_BxS.shape[1]
+    valid_BxS = valid_anchors(loss_mask_BxS, length_B)
+
+    def draw_row(epoch, sample_id, valid_S):
+        row_key = jax.random.fold_in(jax.random.fold_in(key, epoch), sample_id)
+        # One draw a position, made from the position itself, so that more padding changes none of them.
+        draw_S = jax.vmap(lambda p: jax.random.bits(jax.random.fold_in(row_key, p)))(jnp.arange(s, dtype=jnp.uint32))
+        order_S = jnp.lexsort((draw_S, ~valid_S))
+        chosen_A = order_S[:num_anchors].astype(jnp.int32)
+        keep_A = valid_S[chosen_A]
+        chosen_A = jnp.sort(jnp.where(keep_A, chosen_A, s))
+        return jnp.where(chosen_A < s, chosen_A, 0), chosen_A < s
+
+    anchor_BxA, keep_BxA = jax.vmap(draw_row)(epoch_B, id_B, valid_BxS)
+    missing = num_anchors - anchor_BxA.shape[1]
+    if missing > 0:  # fewer positions than anchors asked for
+        anchor_BxA = jnp.pad(anchor_BxA, ((0, 0), (0, missing)))
+        keep_BxA = jnp.pad(keep_BxA, ((0, 0), (0, missing)))
+    return anchor_BxA, keep_BxA
+
+
+def slot_labels(
+    token_BxS: jax.Array, loss_mask_BxS: jax.Array, length_B: jax.Array, anchor_BxA: jax.Array, keep_BxA: jax.Array,
+    block_size: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """What slots 1 .. K-1 of every block predict; slot 0 is the anchor itself and carries no loss.
+
+    Returns:
+      (label_BxAxJ int32, counts_BxAxJ bool), J = K - 1. Entry j is slot j + 1: the token at anchor + j + 1.
+      Where counts is False (padding block, past the row's end, token outside the answer) the label is 0.
+    """
+    s = token_BxS.shape[1]
+    position_BxAxJ = anchor_BxA[..., None] + jnp.arange(1, block_size, dtype=jnp.int32)[None, None]
+    inside_BxAxJ = (position_BxAxJ < jnp.minimum(length_B, s)[:, None, None]) & keep_BxA[..., None]
+    index_BxAxJ = jnp.minimum(position_BxAxJ, s - 1)
+    counts_BxAxJ = inside_BxAxJ & gather_rows(loss_mask_BxS, index_BxAxJ)
+    return jnp.where(counts_BxAxJ, gather_rows(token_BxS, index_BxAxJ), 0), counts_BxAxJ
+
+
+def decay_weights(block_size: int, gamma: float | None) -> jax.Array:
+    """[K - 1] float32: exp(-(o - 1) / gamma) for slot o = 1 .. K-1; all ones where gamma is None.
+
+    Source: DFlash (arXiv 2602.06036): gamma 7, 5, 4 for blocks of 16, 10, 8. A wrong token makes all behind
+    it worthless, so early slots count more.
+    """
+    offset_J = np.arange(block_size - 1, dtype=np.float64)
+    return jnp.asarray(np.ones_like(offset_J) if gamma is None else np.exp(-offset_J / gamma), jnp.float32)
+
+
+def gather_rows(x_BxSx: jax.Array, index_Bx: jax.Array) -> jax.Array:
+    """x[b, index[b, ...], ...] for every row b; indices must lie inside."""
+    return jax.vmap(lambda row, index: row[index])(x_BxSx, index_Bx)

@@ -1,0 +1,71 @@
+"""The drafter over all blocks of a batch at once: what serving computes block by block, for training."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.drafters.contract import SharedWeights
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.kernels.anchor_attention import anchor_attention
+from dflash_jax.models.attention import causal, two_sided
+from dflash_jax.models.layers import rope_table
+
+
+def block_forward(
+    drafter: DFlash,
+    shared: SharedWeights,
+    token_BxS: jax.Array,
+    taps_BxSxTD: jax.Array,
+    anchor_BxA: jax.Array,
+    keep_BxA: jax.Array,
+    block_size: int,
+    position_BxS: jax.Array | None = None,
+    document_BxS: jax.Array | None = None,
+) -> jax.Array:
+    """Normed hidden states of every slot of every block, [B, A, K, D].
+
+    Context keys and values are made once a sequence and layer and shared by its blocks.
+
+    Args:
+      taps_BxSxTD: the target's tapped states of each token; rows at or beyond a block's anchor are not seen.
+      anchor_BxA, keep_BxA: rows of the anchors; padding blocks give some finite number that must not count.
+      position_BxS: positions for the rotary embedding, 0 .. S-1 where None (packed rows restart).
+      document_BxS: see `anchor_attention`.
+    """
+    config = drafter.config
+    b, s = token_BxS.shape
+    a, k = anchor_BxA.shape[1], block_size
+    if position_BxS is None:
+        position_BxS = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32)[None], (b, s))
+    slot_K = jnp.arange(k, dtype=jnp.int32)
+    start_BxA = jnp.take_along_axis(position_BxS, anchor_BxA, axis=1)
+    position_BxM = (start_BxA[..., None] + slot_K[None, None]).reshape(b, a * k)
+    context_rope = rope_table(config.rope, config.head_dim, position_BxS)
+    block_rope = rope_table(config.rope, config.head_dim, position_BxM)
+
+    feature_BxSxD = drafter.fuse(taps_BxSxTD)
+    root_BxAx1 = jnp.take_along_axis(token_BxS, anchor_BxA, axis=1)[..., None]
+    token_BxAxK = jnp.where(slot_K[None, None] == 0, root_BxAx1, config.mask_token_id)
+    x_BxMxD = drafter.embed(shared, token_BxAxK.reshape(b, a * k))
+
+    def by_block(rows_BxGxMxH: jax.Array) -> jax.Array:
+        g, h = rows_BxGxMxH.shape[1], rows_BxGxMxH.shape[3]
+        return rows_BxGxMxH.reshape(b, g, a, k, h).swapaxes(1, 2)
+
+    for i, layer in enumerate(drafter.layers):
+        with jax.named_scope(f"draft_layer_{i}"):
+            attention = layer.attention
+            u_BxMxD = layer.attention_norm(x_BxMxD)
+            q_BxMxNxH = attention.queries(u_BxMxD, block_rope)
+            k_BxGxMxH, v_BxGxMxH = attention.keys_values(u_BxMxD, block_rope)
+            out_BxAxKxNxH = anchor_attention(
+                q_BxMxNxH.reshape(b, a, k, *q_BxMxNxH.shape[2:]),
+                *attention.keys_values(feature_BxSxD, context_rope),
+                by_block(k_BxGxMxH), by_block(v_BxGxMxH),
+                anchor_BxA=anchor_BxA, keep_BxA=keep_BxA,
+                visibility_KxK=causal(k) if attention.causal else two_sided(k),
+                window=attention.window, scale=attention.scale, document_BxS=document_BxS,
+            )  # fmt: skip
+            x_BxMxD = layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
+    return drafter.norm(x_BxMxD).reshape(b, a, k, -1)
