@@ -14,8 +14,8 @@ from flax import nnx
 
 from dflash_jax.config import SLIDING, DrafterConfig
 from dflash_jax.drafters.contract import Draft, SharedWeights, Verified, scatter_to_target
-from dflash_jax.kernels.block_attention import block_attention
-from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, context, write
+from dflash_jax.kernels.block_attention import paged_block_attention
+from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages, write
 from dflash_jax.models.attention import causal, fold_heads, stack_kv, two_sided
 from dflash_jax.models.layers import RMSNorm, SwiGLU, dense, param, rope_table, rotate
 from dflash_jax.models.transformer import softcap
@@ -123,9 +123,9 @@ class DFlash(nnx.Module):
         for i, layer in enumerate(self.layers):
             attention = layer.attention
             u_BxKxD = layer.attention_norm(x_BxKxD)
-            out_BxKxNxH = block_attention(
+            out_BxKxNxH = paged_block_attention(
                 attention.queries(u_BxKxD, rope),
-                *context(cache, self.first_layer + i),
+                *pages(cache, self.first_layer + i),
                 *attention.keys_values(u_BxKxD, rope),
                 length_B=cache.length_B, position_BxM=position_BxK,
                 visibility=causal(num_slots) if attention.causal else two_sided(num_slots),

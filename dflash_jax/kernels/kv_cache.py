@@ -62,16 +62,23 @@ class BlockKV:
     v: tuple[jax.Array, ...]
 
 
+def pages(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """One layer as attention takes it: (`k_PxGxSxH`, `v_PxGxSxH`, `page_table_BxT` or None). No copy."""
+    return cache.k[layer], cache.v[layer], cache.page_table_BxT
+
+
 def context(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array]:
     """The rows of one layer as (`k_BxGxCxH`, `v_BxGxCxH`), C = capacity. No copy when contiguous."""
-    k_PxGxSxH, v_PxGxSxH = cache.k[layer], cache.v[layer]
-    if cache.page_table_BxT is None:
-        return k_PxGxSxH, v_PxGxSxH
-    return _gather(k_PxGxSxH, cache.page_table_BxT), _gather(v_PxGxSxH, cache.page_table_BxT)
+    k_PxGxSxH, v_PxGxSxH, page_table_BxT = pages(cache, layer)
+    return gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxH, page_table_BxT)
 
 
-def _gather(x_PxGxSxH: jax.Array, page_table_BxT: jax.Array) -> jax.Array:
-    x_BxTxGxSxH = x_PxGxSxH[page_table_BxT]
+def gather_pages(x_PxGxSxH: jax.Array, page_table_BxT: jax.Array | None) -> jax.Array:
+    """Each row's pages side by side, [B, G, T*S, H]; the array itself where the layout is contiguous."""
+    if page_table_BxT is None:
+        return x_PxGxSxH
+    # An entry that points at no page (not allocated yet) lies beyond the row's length: any page will do.
+    x_BxTxGxSxH = x_PxGxSxH.at[page_table_BxT].get(mode="clip")
     b, t, g, s, h = x_BxTxGxSxH.shape
     return x_BxTxGxSxH.transpose(0, 2, 1, 3, 4).reshape(b, g, t * s, h)
 

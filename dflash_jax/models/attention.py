@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.config import SLIDING, TargetConfig
-from dflash_jax.kernels.block_attention import block_attention
+from dflash_jax.kernels.block_attention import paged_block_attention
 from dflash_jax.models.layers import RMSNorm, dense, param, rotate
 
 
@@ -51,9 +51,9 @@ class Attention(nnx.Module):
         self.scale = h**-0.5
 
     def __call__(
-        self, x_BxMxD: jax.Array, context_kv: tuple[jax.Array, jax.Array], block: BlockContext
+        self, x_BxMxD: jax.Array, pages: tuple[jax.Array, jax.Array, jax.Array | None], block: BlockContext
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns (out_BxMxD, (k_BxGxMxH, v_BxGxMxH) of the block)."""
+        """Returns (out_BxMxD, (k_BxGxMxH, v_BxGxMxH) of the block). `pages`: see `kv_cache.pages`."""
         qkv_BxMxGxRxH = dense(x_BxMxD, self.qkv_DxGxRxH[...])
         if self.qkv_bias_GxRxH is not None:
             qkv_BxMxGxRxH += self.qkv_bias_GxRxH[...][None, None]
@@ -64,8 +64,8 @@ class Attention(nnx.Module):
             q_BxMxNxH, k_BxMxGxH = self.q_norm(q_BxMxNxH), self.k_norm(k_BxMxGxH)
         q_BxMxNxH, k_BxMxGxH = rotate(q_BxMxNxH, *block.rope), rotate(k_BxMxGxH, *block.rope)
         k_BxGxMxH, v_BxGxMxH = k_BxMxGxH.swapaxes(1, 2), v_BxMxGxH.swapaxes(1, 2)
-        out_BxMxNxH = block_attention(
-            q_BxMxNxH, *context_kv, k_BxGxMxH, v_BxGxMxH,
+        out_BxMxNxH = paged_block_attention(
+            q_BxMxNxH, *pages, k_BxGxMxH, v_BxGxMxH,
             length_B=block.length_B, position_BxM=block.position_BxM, visibility=block.visibility,
             window=self.window, scale=self.scale,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, context
+from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages
 from dflash_jax.models.attention import Attention, BlockContext, stack_kv
 from dflash_jax.models.layers import RMSNorm, SwiGLU, dense, param, rope_table
 
@@ -39,8 +39,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(d, eps, dtype, rngs)
         self.mlp = SwiGLU(d, config.intermediate_size, config.mlp_bias, dtype, rngs)
 
-    def __call__(self, x_BxMxD, context_kv, block):
-        attended_BxMxD, kv = self.attention(self.attention_norm(x_BxMxD), context_kv, block)
+    def __call__(self, x_BxMxD, layer_pages, block):
+        attended_BxMxD, kv = self.attention(self.attention_norm(x_BxMxD), layer_pages, block)
         x_BxMxD = x_BxMxD + attended_BxMxD
         return x_BxMxD + self.mlp(self.mlp_norm(x_BxMxD)), kv
 
@@ -86,7 +86,7 @@ class Transformer(nnx.Module):
         taps, pairs = {}, []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                x_BxMxD, kv = layer(x_BxMxD, context(cache, i), block)
+                x_BxMxD, kv = layer(x_BxMxD, pages(cache, i), block)
             pairs.append(kv)
             if i in tap_ids:
                 taps[i] = x_BxMxD

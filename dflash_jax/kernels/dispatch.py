@@ -1,0 +1,45 @@
+"""Which implementation of a kernel runs, and on which mesh: decided while tracing, never while running."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+REFERENCE = "reference"
+PALLAS = "pallas"
+PALLAS_INTERPRET = "pallas_interpret"
+
+
+def choose(implementation: str | None, mesh: Mesh | AbstractMesh | None = None) -> str:
+    """The implementation to trace: the one asked for, else Pallas on TPU and the reference elsewhere.
+
+    The platform is that of `mesh` if there is one (so that a program compiled ahead of time for a TPU
+    topology on another machine gets TPU kernels), else JAX's default backend. GPUs run the reference
+    through XLA: the Pallas kernels here are written for the TPU's memory and matrix unit.
+
+    Raises:
+      ValueError: `implementation` is no known name.
+    """
+    if implementation is None:
+        return PALLAS if _platform(mesh) == "tpu" else REFERENCE
+    if implementation not in (REFERENCE, PALLAS, PALLAS_INTERPRET):
+        raise ValueError(
+            f"implementation is {implementation!r}, must be None (by platform), {REFERENCE!r}, {PALLAS!r} or "
+            f"{PALLAS_INTERPRET!r}"
+        )
+    return implementation
+
+
+def context_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """`mesh`, or else the mesh of the surrounding `jax.set_mesh`, or None."""
+    if mesh is not None:
+        return mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _platform(mesh: Mesh | AbstractMesh | None) -> str:
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    device = getattr(mesh, "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
