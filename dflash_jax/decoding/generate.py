@@ -1,0 +1,197 @@
+"""`generate` and `stream`: prompts in, answers out, with or without a drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dflash_jax.decoding.engine import Engine, Event, Request, capacity_bucket, check_request, power_of_two_at_least
+from dflash_jax.drafters.contract import Drafter
+from dflash_jax.models.target import Target
+
+DEFAULT_BATCH = 8
+
+
+@dataclasses.dataclass
+class Result:
+    """The answer to one prompt.
+
+    Attributes:
+      token_ids: emitted ids, the stop id included if one ended the answer.
+      text: their text without special tokens; "" without a tokenizer.
+      finish_reason: "stop" or "length".
+      acceptance: tokens committed in each verify round, cut at the limit or stop. The first token comes
+        from the prefill and is in no round, so sum(acceptance) + 1 == len(token_ids).
+      prompt_ids: what was answered.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    acceptance: list[int]
+    prompt_ids: list[int]
+
+
+@dataclasses.dataclass
+class Delta:
+    """A piece of a streamed answer: the tokens of one round, and the text that became certain with them.
+
+    `finish_reason` is None until the last piece of the prompt `index`.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+
+
+def encode_prompts(target: Target, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+    """Texts through the tokenizer, id lists as they are.
+
+    Raises:
+      TypeError: prompts is one text instead of a list of them.
+      ValueError: a text, but the target has no tokenizer.
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts is a single text; pass a list: [text]")
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if target.tokenizer is None:
+                raise ValueError(f"prompt {i} is a text, but the target {target.source!r} has no tokenizer; pass ids")
+            encoded.append(target.tokenizer.encode(prompt))
+        else:
+            encoded.append([int(t) for t in prompt])
+    return encoded
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+        return list(value)
+    return [value] * count
+
+
+def build(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_tokens: int | Sequence[int] = 256,
+    temperature: float | Sequence[float] = 0.0,
+    top_p: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = 0,
+    min_p: float | Sequence[float] = 0.0,
+    seed: int | Sequence[int] = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    ignore_eos: bool = False,
+    block_size: int | None = None,
+    proposal: str = "argmax",
+    batch: int | None = None,
+    max_length: int | None = None,
+    page_size: int | None = None,
+) -> tuple[Engine, list[Request]]:
+    """The engine and the requests of a `generate` call; arguments as there."""
+    ids = encode_prompts(target, prompts)
+    n = len(ids)
+    eos = () if ignore_eos else target.eos_token_ids
+    stops = tuple(dict.fromkeys([*eos, *(stop_token_ids or ())]))
+    fields = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+    }  # fmt: skip
+    columns = {name: _per_prompt(name, value, n) for name, value in fields.items()}
+    # Rows that share a scalar seed get streams of their own, whatever batch they land in.
+    seeds = [seed + i for i in range(n)] if isinstance(seed, int) else _per_prompt("seed", seed, n)
+    requests = [
+        Request(
+            prompt_ids=prompt, seed=seeds[i], stop_token_ids=stops, **{k: v[i] for k, v in columns.items()},
+        )
+        for i, prompt in enumerate(ids)
+    ]  # fmt: skip
+    limit = target.config.max_positions if max_length is None else max_length
+    for i, request in enumerate(requests):
+        check_request(request, i, limit, target.config.vocab_size)
+    # The cache is as large as these prompts need, in buckets, so that short answers do not pay for long ones.
+    needed = max((len(r.prompt_ids) + r.max_tokens for r in requests), default=2)
+    engine = Engine(
+        target,
+        drafter,
+        batch=min(power_of_two_at_least(max(n, 1)), DEFAULT_BATCH) if batch is None else batch,
+        max_length=min(limit, capacity_bucket(needed, target.config.max_positions)),
+        block_size=block_size,
+        greedy=all(r.temperature == 0 for r in requests),
+        proposal=proposal,
+        page_size=page_size,
+    )
+    return engine, requests
+
+
+def generate(
+    target: Target, drafter: Drafter | None, prompts: Sequence[str | Sequence[int]], **options: Any
+) -> list[Result]:
+    """Answers prompts; with a drafter several times faster, with the same law.
+
+    Greedy answers (temperature 0) in float32 equal plain decoding token for token; sampled answers follow
+    the target's law exactly, warped by temperature, top-k, top-p and min-p in this order.
+
+    Args:
+      target: from `load_target`.
+      drafter: from `load_drafter`; None is plain decoding.
+      prompts: texts or lists of token ids. A text is encoded as it is, without a chat template.
+      max_tokens: the most tokens to emit, an int or one a prompt; cut by the target's context.
+      temperature, top_p, top_k, min_p: sampling, scalars or one a prompt; 0, 1, 0, 0 mean off.
+      seed: of the random streams; prompt i uses seed + i, or seed[i].
+      stop_token_ids: ids that end an answer, besides the target's end-of-text ids.
+      ignore_eos: do not stop at the target's end-of-text ids.
+      block_size: tokens verified in a round, at most the drafter's trained size (the default).
+      proposal: "argmax" (the drafter's best tokens) or "drawn" (drawn from its law; p/q verification).
+      batch: rows decoded together; default: the number of prompts rounded up to a power of two, at most 8.
+      max_length: prompt and answer together; default: the target's context.
+      page_size: slots a page of the cache; None: contiguous rows.
+
+    Returns:
+      One `Result` a prompt, in order.
+
+    Raises:
+      ValueError, TypeError: an argument that can not be right, named with its value.
+    """
+    engine, requests = build(target, drafter, prompts, **options)
+    tokens: list[list[int]] = [[] for _ in requests]
+    acceptance: list[list[int]] = [[] for _ in requests]
+    reasons: list[str] = ["length"] * len(requests)
+    for event in engine.run(requests):
+        if tokens[event.index]:
+            acceptance[event.index].append(len(event.token_ids))
+        tokens[event.index] += event.token_ids
+        if event.finish_reason is not None:
+            reasons[event.index] = event.finish_reason
+    decode = (lambda ids: "") if target.tokenizer is None else target.tokenizer.decode
+    return [
+        Result(tokens[i], decode(tokens[i]), reasons[i], acceptance[i], list(request.prompt_ids))
+        for i, request in enumerate(requests)
+    ]
+
+
+def stream(
+    target: Target, drafter: Drafter | None, prompts: Sequence[str | Sequence[int]], **options: Any
+) -> Iterator[Delta]:
+    """Like `generate`, as an iterator over the pieces of all answers, as rounds end.
+
+    A character whose bytes lie in several tokens is given out when it is complete.
+    """
+    from dflash_jax.checkpoints.tokenizer import StreamDecoder
+
+    engine, requests = build(target, drafter, prompts, **options)
+    decoders = [None if target.tokenizer is None else StreamDecoder(target.tokenizer) for _ in requests]
+
+    def delta(event: Event) -> Delta:
+        decoder, text = decoders[event.index], ""
+        if decoder is not None:
+            text = decoder.push(event.token_ids)
+            if event.finish_reason is not None:
+                text += decoder.finish()
+        return Delta(event.index, event.token_ids, text, event.finish_reason)
+
+    return (delta(event) for event in engine.run(requests))

@@ -1,0 +1,302 @@
+"""One round of draft, verify, commit and absorb, in one jitted call; and the prefill before the first.
+
+Everything that depends on lengths, stops and budgets is decided on the device, so the host may dispatch
+round n + 1 before it has read round n. Nothing here depends on which drafter runs; without one the same
+step with M = 1 is plain decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax.sharding import Mesh
+
+from dflash_jax import sharding
+from dflash_jax.decoding.cache import POOL_AXES
+from dflash_jax.decoding.sampling import Sampling, round_keys
+from dflash_jax.decoding.verify import verify
+from dflash_jax.drafters.contract import Draft, SharedWeights, Verified
+from dflash_jax.kernels.kv_cache import KVCache, advance, write
+from dflash_jax.models.attention import causal
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What is compiled into the programs.
+
+    Attributes:
+      target, drafter: graphdefs; drafter None is plain decoding.
+      tap_ids: target layers whose output the drafter absorbs.
+      block_size: tokens of one target call in a round, root included; 1 without a drafter.
+      greedy: every row is greedy: argmax programs without keys.
+      drawn_proposal: draft tokens are drawn from the drafter's law (p/q verification) instead of its argmax.
+      mesh: None for one device.
+    """
+
+    target: nnx.GraphDef
+    drafter: nnx.GraphDef | None
+    tap_ids: tuple[int, ...]
+    block_size: int
+    greedy: bool
+    drawn_proposal: bool
+    mesh: Mesh | None
+
+    # Hashing a graphdef walks the whole module; a config is hashed once a call, so remember it.
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.target, self.drafter, self.tap_ids, self.block_size, self.greedy, self.drawn_proposal))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of one decode program: the target's, the drafter's own, and what they share."""
+
+    target: nnx.State
+    drafter: nnx.State | None = None
+    shared: SharedWeights | None = None
+
+
+@struct.dataclass
+class Rules:
+    """What each row is decoded by. Arrays, so that no value of theirs recompiles anything.
+
+    Attributes:
+      sampling: per-row temperature, top-k, top-p, min-p (not read by greedy programs).
+      stop_id_BxI: ids that end a row; -1 where there are fewer than I.
+    """
+
+    sampling: Sampling
+    stop_id_BxI: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """All that a round changes. Donated to each step.
+
+    Attributes:
+      cache: target and drafter layers.
+      root_B: the last emitted token, in no cache yet.
+      key_B: one PRNG key a row.
+      remaining_B: tokens that the row may still emit; 0 is a finished (or empty) row.
+    """
+
+    cache: KVCache
+    root_B: jax.Array
+    key_B: jax.Array
+    remaining_B: jax.Array
+
+
+@struct.dataclass
+class Emission:
+    """What a round gave to the host: [B, M + 1] int32, tokens then their count in the last column."""
+
+    packed_BxM1: jax.Array
+
+
+def _finish(config: StepConfig, state: DecodeState) -> DecodeState:
+    """Pins the state's layout, so that what comes out of a program can go into it again."""
+    mesh = config.mesh
+    if mesh is None:
+        return state
+
+    def pin(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding.named_sharding(mesh, axes, x.shape))
+
+    cache = state.cache
+    table = cache.page_table_BxT
+    return DecodeState(
+        cache=KVCache(
+            k=tuple(pin(x, POOL_AXES) for x in cache.k),
+            v=tuple(pin(x, POOL_AXES) for x in cache.v),
+            page_table_BxT=None if table is None else pin(table, ("batch", None)),
+            length_B=pin(cache.length_B, ("batch",)),
+        ),
+        root_B=pin(state.root_B, ("batch",)),
+        key_B=pin(state.key_B, ("batch",)),
+        remaining_B=pin(state.remaining_B, ("batch",)),
+    )
+
+
+def _cut_at_stop(token_BxM: jax.Array, count_B: jax.Array, stop_id_BxI: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(count up to and including the first stop id among the emitted tokens, whether there was one)."""
+    slot_M = jnp.arange(token_BxM.shape[1], dtype=jnp.int32)
+    is_stop_BxM = (token_BxM[:, :, None] == stop_id_BxI[:, None, :]).any(-1) & (slot_M[None] < count_B[:, None])
+    first_B = jnp.argmax(is_stop_BxM, axis=1).astype(jnp.int32)
+    stopped_B = is_stop_BxM.any(-1)
+    return jnp.where(stopped_B, first_B + 1, count_B), stopped_B
+
+
+def _emit(
+    state: DecodeState, token_BxM: jax.Array, count_B: jax.Array, rules: Rules
+) -> tuple[DecodeState, Emission, jax.Array]:
+    """Cuts the tokens at a stop, books them against the budget. Returns also the count that is left."""
+    count_B, stopped_B = _cut_at_stop(token_BxM, count_B, rules.stop_id_BxI)
+    last_B = jnp.take_along_axis(token_BxM, jnp.maximum(count_B - 1, 0)[:, None], axis=1)[:, 0]
+    state = state.replace(
+        root_B=jnp.where(count_B > 0, last_B, state.root_B),
+        remaining_B=jnp.where(stopped_B, 0, state.remaining_B - count_B),
+    )
+    return state, Emission(jnp.concatenate([token_BxM, count_B[:, None]], axis=1)), count_B
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def step(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules) -> tuple[DecodeState, Emission]:
+    """One round for every row: propose, target forward, verify, commit, absorb.
+
+    A row with remaining 0 emits nothing and its cache stays as it is. A row may emit at most `remaining`
+    tokens, so near the end of its budget or of its cache the block shortens by itself.
+    """
+    target = nnx.merge(config.target, weights.target)
+    cache, root_B = state.cache, state.root_B
+    active_B = state.remaining_B > 0
+    sampling = None if config.greedy else rules.sampling
+    draft_key_B = verify_key_B = None
+    if sampling is not None:
+        round_key_B = round_keys(state.key_B, cache.length_B)
+        draft_key_B, verify_key_B = (
+            jax.vmap(jax.random.fold_in)(round_key_B, jnp.full_like(root_B, i)) for i in (0, 1)
+        )
+
+    if config.drafter is None:
+        draft = Draft(root_B[:, None])
+    else:
+        drafter = nnx.merge(config.drafter, weights.drafter)
+        temperature_B = sampling.temperature_B if sampling is not None and config.drawn_proposal else None
+        with jax.named_scope("propose"):
+            draft = drafter.propose(weights.shared, cache, root_B, temperature_B, draft_key_B, config.block_size)
+
+    num_tokens = draft.token_BxM.shape[1]
+    position_BxM = cache.length_B[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    with jax.named_scope("target"):
+        forward = target(draft.token_BxM, position_BxM, cache, causal(num_tokens), config.tap_ids)
+        logits_BxMxV = target.logits(forward.hidden_BxMxD)
+    with jax.named_scope("verify"):
+        verdict = verify(draft, logits_BxMxV, sampling, verify_key_B, jnp.maximum(state.remaining_B - 1, 0))
+
+    # Emitted: the accepted drafts (slots 1..n), then the correction or bonus.
+    slot_M = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    shifted_BxM = jnp.roll(draft.token_BxM, -1, axis=1)
+    emitted_BxM = jnp.where(slot_M < verdict.n_accepted_B[:, None], shifted_BxM, verdict.next_root_B[:, None])
+    count_B = jnp.where(active_B, verdict.n_accepted_B + 1, 0)
+    state, emission, count_B = _emit(state, emitted_BxM, count_B, rules)
+
+    with jax.named_scope("commit"):
+        # Committed: the root and the accepted drafts, as many rows as tokens were emitted.
+        cache = write(cache, forward.block_kv, 0, count_B)
+        if config.drafter is not None:
+            verified = Verified(draft.token_BxM, forward.taps_BxMxTD, forward.hidden_BxMxD, count_B)
+            cache = drafter.absorb(weights.shared, cache, verified)
+        cache = advance(cache, count_B)
+    return _finish(config, state.replace(cache=cache)), emission
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill_chunk(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    table_AxT: jax.Array,
+    length_A: jax.Array,
+    token_AxM: jax.Array,
+    count_A: jax.Array,
+    last_hidden_AxD: jax.Array,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Takes up to M prompt tokens of A rows into the pool of `state`, target and drafter layers alike.
+
+    The rows lie in the pool's pages `table_AxT` (contiguous layout: a page a row) and need not be rows of
+    the batch yet; other rows of the pool are not touched.
+
+    Returns:
+      (state, length_A after the chunk, hidden state of each row's last token so far).
+    """
+    target = nnx.merge(config.target, weights.target)
+    pool = state.cache
+    view = KVCache(pool.k, pool.v, table_AxT, length_A)
+    num_tokens = token_AxM.shape[1]
+    position_AxM = length_A[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    forward = target(token_AxM, position_AxM, view, causal(num_tokens), config.tap_ids)
+    view = write(view, forward.block_kv, 0, count_A)
+    if config.drafter is not None:
+        drafter = nnx.merge(config.drafter, weights.drafter)
+        verified = Verified(token_AxM, forward.taps_BxMxTD, forward.hidden_BxMxD, count_A)
+        view = drafter.absorb(weights.shared, view, verified)
+    view = advance(view, count_A)
+    last_A = jnp.maximum(count_A - 1, 0)[:, None, None]
+    hidden_AxD = jnp.take_along_axis(forward.hidden_BxMxD, last_A, axis=1)[:, 0]
+    last_hidden_AxD = jnp.where((count_A > 0)[:, None], hidden_AxD, last_hidden_AxD)
+    state = state.replace(cache=pool.replace(k=view.k, v=view.v))
+    return _finish(config, state), view.length_B, last_hidden_AxD
+
+
+@struct.dataclass
+class Admission:
+    """A rows that enter the batch after their prefill.
+
+    Attributes:
+      slot_A: batch row of each; out of range for padding.
+      table_AxT: their pages; None in the contiguous layout.
+      length_A: prompt lengths.
+      seed_key_A: PRNG keys.
+      budget_A: tokens that each may emit in all.
+    """
+
+    slot_A: jax.Array
+    table_AxT: jax.Array | None
+    length_A: jax.Array
+    seed_key_A: jax.Array
+    budget_A: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def admit(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    rules: Rules,
+    admission: Admission,
+    last_hidden_AxD: jax.Array,
+) -> tuple[DecodeState, Emission]:
+    """Emits the first token of each admitted row, from the hidden state of its last prompt token.
+
+    `rules` are those of the admitted rows ([A] leading), not of the batch. Returns the emission [A, 2].
+    """
+    target = nnx.merge(config.target, weights.target)
+    logits_Ax1xV = target.logits(last_hidden_AxD[:, None])
+    sampling = None if config.greedy else rules.sampling
+    key_A = None if config.greedy else round_keys(admission.seed_key_A, admission.length_A - 1)
+    nothing = Draft(jnp.zeros((logits_Ax1xV.shape[0], 1), jnp.int32))
+    verdict = verify(nothing, logits_Ax1xV, sampling, key_A, jnp.zeros_like(admission.slot_A))
+    fresh = DecodeState(state.cache, verdict.next_root_B, admission.seed_key_A, admission.budget_A)
+    count_A = (admission.budget_A > 0).astype(jnp.int32)
+    fresh, emission, _ = _emit(fresh, verdict.next_root_B[:, None], count_A, rules)
+
+    def put(x_B: jax.Array, x_A: Any) -> jax.Array:
+        return x_B.at[admission.slot_A].set(x_A, mode="drop")
+
+    cache = state.cache
+    table = cache.page_table_BxT
+    cache = cache.replace(
+        length_B=put(cache.length_B, admission.length_A),
+        page_table_BxT=None if table is None else put(table, admission.table_AxT),
+    )
+    state = DecodeState(
+        cache=cache,
+        root_B=put(state.root_B, fresh.root_B),
+        key_B=put(state.key_B, admission.seed_key_A),
+        remaining_B=put(state.remaining_B, fresh.remaining_B),
+    )
+    return _finish(config, state), emission
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def place_rules(rules: Rules, new: Rules, slot_A: jax.Array) -> Rules:
+    """The batch's rules with those of newly admitted rows put in."""
+    return jax.tree.map(lambda x, y: x.at[slot_A].set(y, mode="drop"), rules, new)
