@@ -109,7 +109,8 @@ class DrafterConfig:
     `block_size` counts the anchor: block_size - 1 tokens are drafted. `target_layer_ids` are 0-based
     decoder layers of the target whose *output* residual stream is tapped. `causal` overrides, for every
     layer, whether a block slot sees later slots; None means the format's rule: sliding layers causal,
-    full layers two-sided.
+    full layers two-sided. `attention_bias` covers q, k, v and the output projection. `embedding_scale` and
+    `final_logit_softcap` are None where the target's apply; 1.0 and 0.0 mean none at all.
     """
 
     hidden_size: int
@@ -129,7 +130,7 @@ class DrafterConfig:
     max_positions: int
     sliding_window: int | None = None
     causal: bool | None = None
-    qkv_bias: bool = False
+    attention_bias: bool = False
     embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcap: float | None = None

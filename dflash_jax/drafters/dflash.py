@@ -4,6 +4,16 @@ Chen et al., 2026 (arXiv 2602.06036). The block [anchor, mask, mask, ...] goes o
 transformer; slot k predicts the token at position anchor + k. Every layer sees the context as extra keys
 and values made from the target's tapped states, so a context token costs one fusion and two projections
 a layer and is cached for ever; block rows are never cached.
+
+Who sees what, for a slot at position q and a context or block row at position k (anchor at a, context k < a):
+
+    full layer                  every context row, the whole block in both directions
+    sliding layer of window W   rows with q - k < W, of context and block alike: W rows, its own included, so
+                                the context window moves with the slot; causal inside the block (k <= q)
+
+`DrafterConfig.causal` overrides the second column's direction for all layers; a sliding layer made two-sided
+also bounds k - q < W. Other trainers place the window's edge relative to the anchor (k >= a - W), which differs
+by up to one block; this is the edge of the reference implementation.
 """
 
 from __future__ import annotations
@@ -26,12 +36,13 @@ class DFlashAttention(nnx.Module):
 
     def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         d, g, h = config.hidden_size, config.num_kv_heads, config.head_dim
-        r = config.num_heads // g
+        r, bias = config.num_heads // g, config.attention_bias
         self.q_DxGxRxH = param(rngs, (d, g, r, h), ("embed", "kv_heads", None, None), dtype, d)
         self.kv_DxGx2xH = param(rngs, (d, g, 2, h), ("embed", "kv_heads", None, None), dtype, d)
-        self.q_bias_GxRxH = param(rngs, (g, r, h), ("kv_heads", None, None), dtype, 0) if config.qkv_bias else None
-        self.kv_bias_Gx2xH = param(rngs, (g, 2, h), ("kv_heads", None, None), dtype, 0) if config.qkv_bias else None
+        self.q_bias_GxRxH = param(rngs, (g, r, h), ("kv_heads", None, None), dtype, 0) if bias else None
+        self.kv_bias_Gx2xH = param(rngs, (g, 2, h), ("kv_heads", None, None), dtype, 0) if bias else None
         self.out_GxRxHxD = param(rngs, (g, r, h, d), ("kv_heads", None, None, "embed"), dtype, g * r * h)
+        self.out_bias_D = param(rngs, (d,), ("embed",), dtype, 0) if bias else None
         self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, rngs)
         self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, rngs)
         self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
@@ -54,9 +65,22 @@ class DFlashAttention(nnx.Module):
         b, m, g, r, h = q_BxMxGxRxH.shape
         return rotate(self.q_norm(q_BxMxGxRxH.reshape(b, m, g * r, h)), *rope)
 
+    def visibility(self, num_slots: int) -> jax.Array:
+        """[K, K] bool, entry [i, j]: slot i may see slot j of its own block, before `q - k < window`.
+
+        A causal layer sees slots up to its own. A two-sided sliding layer has the window on both sides
+        (j - i < window), as the reference does; without a window it sees the whole block.
+        """
+        if self.causal:
+            return causal(num_slots)
+        visible_KxK = two_sided(num_slots)
+        return visible_KxK if self.window is None else jnp.tril(visible_KxK, self.window - 1)
+
     def project(self, out_BxMxNxH: jax.Array) -> jax.Array:
+        """The output projection, heads to hidden."""
         b, m = out_BxMxNxH.shape[:2]
-        return dense(out_BxMxNxH.reshape(b, m, -1), fold_heads(self.out_GxRxHxD[...]))
+        out_BxMxD = dense(out_BxMxNxH.reshape(b, m, -1), fold_heads(self.out_GxRxHxD[...]))
+        return out_BxMxD if self.out_bias_D is None else out_BxMxD + self.out_bias_D[...][None, None]
 
 
 class DFlashLayer(nnx.Module):
@@ -128,7 +152,7 @@ class DFlash(nnx.Module):
                 *pages(cache, self.first_layer + i),
                 *attention.keys_values(u_BxKxD, rope),
                 length_B=cache.length_B, position_BxM=position_BxK,
-                visibility=causal(num_slots) if attention.causal else two_sided(num_slots),
+                visibility=attention.visibility(num_slots),
                 window=attention.window, scale=attention.scale,
             )  # fmt: skip
             x_BxKxD = layer.finish(x_BxKxD, out_BxKxNxH)
@@ -144,7 +168,7 @@ class DFlash(nnx.Module):
     def logits(self, shared: SharedWeights, hidden_BxMxD: jax.Array) -> jax.Array:
         """Float32 logits over the (possibly pruned) draft vocabulary."""
         logits = dense(hidden_BxMxD, shared.head_DxV).astype(jnp.float32) * self.config.output_multiplier
-        return softcap(logits, self.config.final_logit_softcap)
+        return softcap(logits, self.config.final_logit_softcap or None)  # 0 means none
 
     def block_tokens(self, root_B: jax.Array, block_size: int) -> jax.Array:
         """[anchor, mask, mask, ...], [B, K]."""
