@@ -1,0 +1,166 @@
+"""Prompts by name: one dict of sources, one split, one rendering of code prompts.
+
+The benchmark and the training set send code prompts through the same `code_message`, so that a drafter is trained on
+exactly the text that it will be measured on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+from dflash_jax.data import code_prompts, templates
+from dflash_jax.data.code_prompts import stable_hash
+
+Split = Literal["train", "heldout"]
+Message = Mapping[str, str]
+
+CODE_INSTRUCTION = "Complete the following Python function:\n\n```python\n{stub}\n```"
+CODE_ANSWER = "```python\n{source}\n```"
+HELD_OUT_ONE_IN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A conversation to answer, or, where its last message is the assistant's, one that is answered already.
+
+    Attributes:
+      id: stable and unique within its source's namespace (`source:hash`).
+      messages: chat messages with `role` and `content`.
+      source: name of the source.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    source: str
+
+    @property
+    def answered(self) -> bool:
+        return self.messages[-1]["role"] == "assistant"
+
+
+def code_message(stub: str) -> dict[str, str]:
+    """The user message that asks to complete a function stub (imports, signature, docstring)."""
+    # Blank lines around a stub are an accident of its file; a model would see them as part of the question.
+    return {"role": "user", "content": CODE_INSTRUCTION.format(stub=stub.strip("\n").rstrip())}
+
+
+def side(key: str) -> Split:
+    """On which side of the split everything with this key falls, for ever: one key in 20 is held out."""
+    return "heldout" if stable_hash(f"split:{key}") % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def code(seed: int, limit: int | None, split: Split, roots: Iterable[str] = ()) -> Iterator[Prompt]:
+    """Stubs of installed functions (HumanEval kept out); functions of one name are on one side of the split."""
+    functions = (f for f in code_prompts.harvest(tuple(roots), seed) if side(f.name) == split)
+    for f in itertools.islice(functions, limit):
+        yield Prompt(f"code:{f.id}", (code_message(f.stub),), "code")
+
+
+def code_natural(seed: int, limit: int | None, split: Split, roots: Iterable[str] = ()) -> Iterator[Prompt]:
+    """The same stubs with the true function as the answer, fenced as a chat model would write it."""
+    functions = (f for f in code_prompts.harvest(tuple(roots), seed) if side(f.name) == split)
+    for f in itertools.islice(functions, limit):
+        answer = {"role": "assistant", "content": CODE_ANSWER.format(source=f.source)}
+        yield Prompt(f"code_natural:{f.id}", (code_message(f.stub), answer), "code_natural")
+
+
+def instruction(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Instructions over topics."""
+    return _templated("instruction", templates.instruction(), seed, limit, split)
+
+
+def reasoning(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Grade-school word problems. The problems themselves depend on the seed, the split only on the story."""
+    return _templated("reasoning", templates.reasoning(seed), seed, limit, split)
+
+
+def json_output(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Requests for JSON objects."""
+    return _templated("json", templates.json_output(), seed, limit, split)
+
+
+SOURCES: dict[str, Callable[..., Iterator[Prompt]]] = {
+    "code": code,
+    "code_natural": code_natural,
+    "instruction": instruction,
+    "reasoning": reasoning,
+    "json": json_output,
+}
+
+
+def _templated(
+    name: str, written: Iterable[templates.Templated], seed: int, limit: int | None, split: Split
+) -> Iterator[Prompt]:
+    texts = sorted(
+        {t.text for t in written if side(f"{name}:{t.key}") == split}, key=lambda t: stable_hash(f"{seed}:{t}")
+    )
+    for text in texts[:limit]:
+        yield Prompt(f"{name}:{stable_hash(text):016x}", ({"role": "user", "content": text},), name)
+
+
+def from_jsonl(path: str, seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Prompts of a JSONL file, one object a line: {"messages": [...]} or {"prompt": "..."}, optionally "id".
+
+    Conversations that end with the assistant's message count as answered. The order is by hash and seed.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: a line is no such object; names the line.
+    """
+    name = pathlib.Path(path).stem
+    found = {}
+    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        messages, given = _parse_line(line, f"{path}, line {number}")
+        key = given or f"{stable_hash(json.dumps(messages, sort_keys=True)):016x}"
+        if given in found and found[given].messages != messages:
+            raise ValueError(f"{path}, line {number}: id {given!r} is used twice for different conversations")
+        found.setdefault(key, Prompt(f"{name}:{key}", messages, name))
+    chosen = sorted((p for p in found.values() if side(p.id) == split), key=lambda p: stable_hash(f"{seed}:{p.id}"))
+    yield from chosen[:limit]
+
+
+def _parse_line(line: str, where: str) -> tuple[tuple[Message, ...], str | None]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict) or ("messages" in row) == ("prompt" in row):
+        raise ValueError(f'{where}: needs an object with either "messages" or "prompt"')
+    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    if not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ValueError(f'{where}: every message needs the strings "role" and "content"')
+    return tuple(messages), None if row.get("id") is None else str(row["id"])
+
+
+def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train") -> list[Prompt]:
+    """Prompts of one source: a name in `SOURCES`, or the path of a .jsonl file.
+
+    Raises:
+      ValueError: unknown source or split, or a source that holds fewer prompts than `limit` asks for.
+    """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split is {split!r}, must be 'train' or 'heldout'")
+    if name in SOURCES:
+        prompts = list(SOURCES[name](seed, limit, split))
+    elif name.endswith(".jsonl"):
+        prompts = list(from_jsonl(name, seed, limit, split))
+    else:
+        raise ValueError(f"prompt source {name!r} is unknown; known are {', '.join(SOURCES)} and paths of .jsonl files")
+    if limit is not None and len(prompts) < limit:
+        raise ValueError(f"prompt source {name!r} has {len(prompts)} prompts in split {split!r}, {limit} are asked for")
+    return prompts
+
+
+def mixture(counts: Mapping[str, int], seed: int = 0, split: Split = "train") -> list[Prompt]:
+    """That many prompts of each source, shuffled together by hash and seed."""
+    prompts = [p for name, count in counts.items() for p in load(name, seed, count, split)]
+    return sorted(prompts, key=lambda p: stable_hash(f"{seed}:mixture:{p.id}"))
