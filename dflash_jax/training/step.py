@@ -1,0 +1,319 @@
+"""One training step: anchors, the frozen target where the batch has no features, loss, update. One jit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from jax.sharding import Mesh
+
+from dflash_jax import sharding
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dflash_jax.drafters.contract import SharedWeights
+from dflash_jax.kernels.kv_cache import KVCache
+from dflash_jax.models.attention import causal
+from dflash_jax.models.transformer import Forward
+from dflash_jax.training.anchors import decay_weights, gather_rows, sample_anchors, slot_labels
+from dflash_jax.training.block_forward import block_forward
+from dflash_jax.training.losses import HeadMath, LossConfig, LossSums, block_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with global-norm clipping and a linear warm-up into a cosine.
+
+    Attributes:
+      learning_rate: the peak. warmup_steps: from 0 to the peak.
+      final_fraction: of the peak, reached at total_steps and kept.
+      weight_decay: on matrices, not on norm scales or biases.
+    """
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    total_steps: int = 10_000
+    final_fraction: float = 0.05
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be positive")
+        if not 0 <= self.warmup_steps < self.total_steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps is {self.warmup_steps}, must lie in [0, total_steps = {self.total_steps})"
+            )
+        if self.clip_norm <= 0:
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}, must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What a step computes.
+
+    Attributes:
+      num_anchors: blocks a row. block_size: slots a block, anchor included.
+      accumulation: parts that a batch is cut into, one after another; the result is that of one part.
+      compute_dtype: of activations and of the parameters' working copy; masters and moments are float32.
+    """
+
+    num_anchors: int
+    block_size: int
+    loss: LossConfig = LossConfig()
+    accumulation: int = 1
+    compute_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_anchors < 1:
+            raise ConfigError(f"num_anchors is {self.num_anchors}, must be at least 1")
+        if self.block_size < 2:
+            raise ConfigError(f"block_size is {self.block_size}, must be at least 2")
+        if self.accumulation < 1:
+            raise ConfigError(f"accumulation is {self.accumulation}, must be at least 1")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"compute_dtype is {self.compute_dtype!r}, must be 'float32' or 'bfloat16'")
+
+
+@struct.dataclass
+class TrainState:
+    """All that changes: float32 master parameters, optimiser state, steps taken, the run's PRNG key.
+
+    The key is constant; what is drawn depends on it, on a sample's epoch and on its id.
+    """
+
+    params: nnx.State
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+
+
+@struct.dataclass
+class Frozen:
+    """What a step reads and never changes.
+
+    Attributes:
+      shared: the target's table and its head over the draft vocabulary.
+      target_to_draft_V: draft id of each target id, -1 outside the draft vocabulary; None for all.
+      target: the target's parameters, for batches without features; else None.
+    """
+
+    shared: SharedWeights
+    target_to_draft_V: jax.Array | None = None
+    target: nnx.State | None = None
+
+
+def schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate by step."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.total_steps,
+        end_value=config.learning_rate * config.final_fraction,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, update_scale: Any = None) -> optax.GradientTransformation:
+    """Clip, AdamW, schedule.
+
+    Args:
+      update_scale: None, or a tree like the parameters of factors (broadcastable) on Adam's direction: the
+        per-coordinate step sizes that `initialise` gives for kernels whose inputs are not of unit scale.
+    """
+    parts = [
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    ]
+    if update_scale is not None:
+        parts.append(
+            optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: u * s, updates, update_scale))
+        )
+    return optax.chain(*parts, optax.scale_by_learning_rate(schedule(config)))
+
+
+def init_state(params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None) -> TrainState:
+    """A fresh state; moments lie where their parameters lie, the rest is replicated on the mesh."""
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed))
+    if mesh is None:
+        return state
+    return jax.tree.map(jax.device_put, state, state_shardings(state, optimizer, mesh))
+
+
+def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A TrainState of shardings: parameters and moments by their logical axes, the rest replicated."""
+    whole = sharding.replicated(mesh)
+
+    def by_axes(variable):
+        axes = variable.get_metadata("axes")
+        return variable.replace(sharding.named_sharding(mesh, axes, variable.get_value().shape))
+
+    params = jax.tree.map(by_axes, state.params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    moments = optax.tree.map_params(
+        optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: whole
+    )
+    return TrainState(params, moments, whole, whole)
+
+
+def batch_sharding(mesh: Mesh, array: Any) -> jax.sharding.NamedSharding:
+    """Rows over the data axis."""
+    return sharding.named_sharding(mesh, ("batch", *([None] * (array.ndim - 1))), array.shape)
+
+
+def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
+    """Lays a host batch out on the devices; bool and integer arrays stay what they are.
+
+    Raises:
+      ConfigError: rows do not divide over the data axis.
+    """
+    if mesh is None:
+        return jax.device_put(batch)
+    rows, parts = len(batch["length_B"]), sharding.data_parallel_size(mesh)
+    if rows % parts:
+        raise ConfigError(f"a batch of {rows} rows does not divide over {parts} data shards; change batch_size")
+    return {name: jax.device_put(x, batch_sharding(mesh, x)) for name, x in batch.items()}
+
+
+def target_features(target: nnx.Module, token_BxS: jax.Array, tap_ids: tuple[int, ...]) -> Forward:
+    """The target over whole rows from position 0, nothing cached: taps and final hidden states.
+
+    Padding behind a row's length is harmless: attention is causal.
+    """
+    b, s = token_BxS.shape
+    config: TargetConfig = target.config
+    # One row that no one sees (length 0): attention wants a context of at least one.
+    empty = jnp.zeros((b, config.num_kv_heads, 1, config.head_dim), target.embedding_VxD.dtype)
+    nothing = KVCache((empty,) * config.num_layers, (empty,) * config.num_layers, None, jnp.zeros((b,), jnp.int32))
+    position_BxS = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32)[None], (b, s))
+    return target(token_BxS, position_BxS, nothing, causal(s), tap_ids)
+
+
+LossFunction = Callable[[nnx.State, jax.Array, Frozen, dict[str, jax.Array]], LossSums]
+
+
+def make_loss(
+    config: StepConfig,
+    drafter_graphdef: nnx.GraphDef,
+    drafter_config: DrafterConfig,
+    target_config: TargetConfig,
+    target_graphdef: nnx.GraphDef | None = None,
+) -> LossFunction:
+    """loss(params, key, frozen, batch) -> LossSums over the batch; pure, not jitted.
+
+    Args:
+      target_graphdef: needed for batches without cached features only.
+    """
+    math = HeadMath(
+        config.loss, drafter_config.output_multiplier, drafter_config.final_logit_softcap,
+        target_config.final_logit_softcap,
+    )  # fmt: skip
+    dtype = jnp.dtype(config.compute_dtype)
+    k = config.block_size
+    if k > drafter_config.block_size:
+        raise ConfigError(f"block_size {k} of the step exceeds the drafter's block_size {drafter_config.block_size}")
+
+    def loss(params: nnx.State, key: jax.Array, frozen: Frozen, batch: dict[str, jax.Array]) -> LossSums:
+        token_BxS, mask_BxS, length_B = batch["tokens_BxS"], batch["loss_mask_BxS"], batch["length_B"]
+        anchor_BxA, keep_BxA = sample_anchors(
+            key, batch["epoch_B"], batch["id_B"], mask_BxS, length_B, config.num_anchors
+        )
+        label_BxAxJ, counts_BxAxJ = slot_labels(token_BxS, mask_BxS, length_B, anchor_BxA, keep_BxA, k)
+        if frozen.target_to_draft_V is not None:
+            label_BxAxJ = frozen.target_to_draft_V[label_BxAxJ]
+        taps_BxSxTD, hidden_BxSxD = features(frozen, batch)
+
+        # Slot o of anchor a predicts token a + o, which the target predicts from position a + o - 1.
+        s = token_BxS.shape[1]
+        offset_J = jnp.arange(k - 1, dtype=jnp.int32)
+        teacher_BxAxJxD = None
+        if config.loss.soft_weight:
+            index_BxAxJ = jnp.minimum(anchor_BxA[..., None] + offset_J[None, None], s - 1)
+            teacher_BxAxJxD = gather_rows(hidden_BxSxD, index_BxAxJ)
+
+        working = jax.tree.map(lambda x: x.astype(dtype), params)
+        drafter = nnx.merge(drafter_graphdef, working)
+        shared = frozen.shared.replace(embedding_VxD=frozen.shared.embedding_VxD.astype(dtype))
+        hidden_BxAxKxD = block_forward(
+            drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k
+        )
+        weight_BxAxJ = jnp.broadcast_to(decay_weights(k, config.loss.gamma)[None, None], label_BxAxJ.shape)
+        return block_loss(
+            math, hidden_BxAxKxD[:, :, 1:], teacher_BxAxJxD, frozen.shared.head_DxV,
+            label_BxAxJ, counts_BxAxJ, weight_BxAxJ,
+        )  # fmt: skip
+
+    def features(frozen: Frozen, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        if "taps_BxSxTD" in batch:
+            return batch["taps_BxSxTD"], batch.get("hidden_BxSxD")
+        if frozen.target is None or target_graphdef is None:
+            raise ConfigError("the batch has no taps_BxSxTD and the step no target to compute them with")
+        target = nnx.merge(target_graphdef, jax.lax.stop_gradient(frozen.target))
+        result = target_features(target, batch["tokens_BxS"], drafter_config.target_layer_ids)
+        return jax.lax.stop_gradient((result.taps_BxMxTD, result.hidden_BxMxD))
+
+    return loss
+
+
+def make_train_step(
+    config: StepConfig, loss: LossFunction, optimizer: optax.GradientTransformation, optimizer_config: OptimizerConfig
+) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
+    """train_step(state, frozen, batch) -> state, metrics; jitted, the state is donated.
+
+    The gradient is that of sum(loss) / sum(weight) over the whole batch: neither shards nor accumulated
+    parts are averaged on their own. A batch without a supervised slot, and one whose loss or gradient is
+    not finite, changes neither parameters nor optimiser; the step counter goes on all the same.
+
+    Metrics: see `dflash_jax.training.metrics.summarise`; values are device arrays.
+    """
+    rate = schedule(optimizer_config)
+
+    def summed(params, key, frozen, batch):
+        sums = loss(params, key, frozen, batch)
+        return sums.loss, sums
+
+    def gradient(params, key, frozen, batch):
+        parts = config.accumulation
+        if parts == 1:
+            grads, sums = jax.grad(summed, has_aux=True)(params, key, frozen, batch)
+            return grads, sums
+        rows = batch["length_B"].shape[0]
+        if rows % parts:
+            raise ConfigError(f"accumulation {parts} does not divide the batch of {rows} rows")
+        # Part m takes rows m, m + parts, ...: each device holds some of every part.
+        cut = jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def body(carry, part):
+            grads, sums = jax.grad(summed, has_aux=True)(params, key, frozen, part)
+            return jax.tree.map(jnp.add, carry, (grads, sums)), None
+
+        first = jax.eval_shape(
+            jax.grad(summed, has_aux=True), params, key, frozen, jax.tree.map(lambda x: x[0], cut)
+        )
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+        return jax.lax.scan(body, zeros, cut)[0]
+
+    def train_step(state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]):
+        grads, sums = gradient(state.params, state.key, frozen, batch)
+        scale = 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+
+        def apply(state):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+        rate_now = rate(state.opt_state[-1].count)
+        state = jax.lax.cond(finite & (sums.denominator > 0), apply, lambda state: state, state)
+        metrics = {"sums": sums, "grad_norm": norm, "learning_rate": rate_now, "finite": finite}
+        return state.replace(step=state.step + 1), metrics
+
+    return jax.jit(train_step, donate_argnums=0)
