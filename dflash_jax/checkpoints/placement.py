@@ -1,0 +1,190 @@
+"""Which stored tensors make which parameter, and the strict loader that works by such a list.
+
+A checkpoint format names tensors; the program's tree fuses, transposes and regroups them. A `Placement`
+states both directions for one parameter, so that loading and exporting can not drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from dflash_jax import sharding
+
+Path = tuple[Any, ...]
+Progress = Callable[[int, int, str], None]
+
+MAX_PROBLEMS_SHOWN = 8
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can not be loaded as it is: names the tensor or field, and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Name and shape of a tensor as the checkpoint format has it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One parameter of the tree and the stored tensors it is made of.
+
+    Attributes:
+      path: place in the parameter tree, as `nnx.to_flat_state` has it.
+      tensors: what the checkpoint stores, in the order `join` takes and `split` returns.
+      join: stored arrays -> the parameter.
+      split: the parameter -> stored arrays.
+    """
+
+    path: Path
+    tensors: tuple[StoredTensor, ...]
+    join: Callable[..., np.ndarray]
+    split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+
+
+class WeightReader(Protocol):
+    """Read access to the tensors of a checkpoint under their stored names."""
+
+    source: str
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str:
+        """The stored type as a person would name it, such as BF16 or Q4_1."""
+        ...
+
+    def readable(self, name: str) -> bool:
+        """Whether the stored type is one that `read` turns into floating point numbers."""
+        ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def identity(path: Path, name: str, shape: tuple[int, ...]) -> Placement:
+    """A tensor that is stored as the program keeps it."""
+    return Placement(path, (StoredTensor(name, shape),), lambda x: x, lambda x: (x,))
+
+
+def transposed(path: Path, name: str, shape: tuple[int, int]) -> Placement:
+    """A matrix that is stored [out, in] and kept [in, out]."""
+    return Placement(path, (StoredTensor(name, shape),), lambda x: x.T, lambda x: (x.T,))
+
+
+def load_params(
+    abstract_params: nnx.State,
+    placements: Sequence[Placement],
+    reader: WeightReader,
+    *,
+    harmless: Callable[[str], bool] = lambda name: False,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> nnx.State:
+    """Fills an abstract parameter tree from a checkpoint, tensor by tensor, and lays it out on the mesh.
+
+    Nothing but the parameter in work is held twice. Loading is strict; see `check_tensors`.
+
+    Args:
+      abstract_params: shapes and dtypes to fill (`models.target.abstract_model`).
+      placements: exactly one for each parameter of the tree.
+      harmless: stored names that are known to carry nothing and are skipped.
+      progress: called as progress(done, total, name) with parameters done.
+
+    Raises:
+      CheckpointError: a tensor is missing, unknown, misshapen or of a type that is not supported.
+    """
+    by_path = {p.path: p for p in placements}
+    flat = list(nnx.to_flat_state(abstract_params))
+    differing = {path for path, _ in flat} ^ set(by_path)
+    if differing or len(by_path) != len(placements):
+        raise AssertionError(f"name map and parameter tree differ at {sorted(map(str, differing))}")
+    check_tensors(placements, reader, harmless)
+
+    filled = []
+    for i, (path, variable) in enumerate(flat):
+        placement = by_path[path]
+        if progress is not None:
+            progress(i, len(flat), placement.tensors[0].name)
+        abstract = variable.get_value()
+        joined = placement.join(*(reader.read(tensor.name) for tensor in placement.tensors))
+        if joined.shape != abstract.shape:
+            raise AssertionError(f"{path}: the name map makes shape {joined.shape}, the tree has {abstract.shape}")
+        # A copy in every case: the file behind a memory map may change, and jax may keep a host buffer as it is.
+        value = np.array(joined, dtype=abstract.dtype, order="C")
+        if mesh is None:
+            placed = jax.device_put(value)
+        else:
+            axes = variable.get_metadata("axes")
+            placed = jax.device_put(value, sharding.named_sharding(mesh, axes, value.shape))
+        filled.append((path, variable.replace(placed)))
+    if progress is not None:
+        progress(len(flat), len(flat), "weights loaded")
+    return nnx.from_flat_state(filled)
+
+
+def check_tensors(placements: Iterable[Placement], reader: WeightReader, harmless: Callable[[str], bool]) -> None:
+    """Compares the names, shapes and types of a checkpoint with what the model needs, before reading any.
+
+    Raises:
+      CheckpointError: lists the problems (the first few by name, the rest by number).
+    """
+    expected = {tensor.name: tensor.shape for p in placements for tensor in p.tensors}
+    present = set(reader.names())
+    problems = []
+    for name, shape in expected.items():
+        if name not in present:
+            problems.append(f"{name} is missing, expected shape {shape}{_missing_hint(name)}")
+        elif not reader.readable(name):
+            problems.append(
+                f"{name} has type {reader.dtype(name)}, which is not supported; convert the checkpoint to "
+                "float32, float16 or bfloat16"
+            )
+        elif reader.shape(name) != shape:
+            problems.append(
+                f"{name} has shape {reader.shape(name)}, expected {shape}; the configuration does not describe "
+                "these weights"
+            )
+    for name in sorted(present - set(expected)):
+        if not harmless(name):
+            problems.append(
+                f"{name} with shape {reader.shape(name)} is unknown: this architecture has no such weight, so "
+                "leaving it out would change the model"
+            )
+    if problems:
+        shown = problems[:MAX_PROBLEMS_SHOWN]
+        if len(problems) > len(shown):
+            shown.append(f"... and {len(problems) - len(shown)} more")
+        raise CheckpointError(f"{reader.source} does not fit the model:\n  " + "\n  ".join(shown))
+
+
+def _missing_hint(name: str) -> str:
+    if name == "lm_head.weight":
+        return "; if the head shares the embedding table, set tie_word_embeddings to true in config.json"
+    return "; the file is incomplete or the configuration describes another model"
+
+
+def export_tensors(params: nnx.State, placements: Sequence[Placement]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (stored name, contiguous host array in the parameter's dtype) of a whole tree.
+
+    Placements that read a tensor which another one stores already (a head of its own for a tied table) are
+    written once.
+    """
+    flat = dict(nnx.to_flat_state(params))
+    written = set()
+    for placement in placements:
+        value = np.asarray(jax.device_get(flat[placement.path].get_value()))
+        for tensor, array in zip(placement.tensors, placement.split(value), strict=True):
+            if tensor.name not in written:
+                written.add(tensor.name)
+                yield tensor.name, np.ascontiguousarray(array)

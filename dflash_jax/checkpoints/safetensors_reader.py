@@ -1,0 +1,83 @@
+"""Tensors of a safetensors checkpoint: one file, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Collection
+
+import numpy as np
+import safetensors
+
+from dflash_jax.checkpoints.placement import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_READABLE = ("F32", "F16", "BF16")
+
+
+class SafetensorsReader:
+    """Reads tensors by name from a directory; data are touched only when a tensor is read.
+
+    Raises:
+      CheckpointError: no weights are there, a shard is missing or broken, or the index contradicts the files.
+    """
+
+    def __init__(self, directory: str | pathlib.Path):
+        self.source = str(directory)
+        self._entries: dict[str, tuple[pathlib.Path, tuple[int, ...], str]] = {}
+        directory = pathlib.Path(directory)
+        index = directory / INDEX
+        if index.is_file():
+            self._read_index(directory, index)
+        elif (directory / SINGLE).is_file():
+            self._add(directory / SINGLE)
+        else:
+            raise CheckpointError(_no_weights(directory))
+
+    def _read_index(self, directory: pathlib.Path, index: pathlib.Path) -> None:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index} is no index of safetensors shards: {error!r}") from error
+        for shard in sorted(set(weight_map.values())):
+            if not (directory / shard).is_file():
+                raise CheckpointError(f"{index} names the shard {shard}, which is not there; download it again")
+            self._add(directory / shard)
+        for name, shard in weight_map.items():
+            if name not in self._entries or self._entries[name][0].name != shard:
+                raise CheckpointError(f"{index} says that {name} is in {shard}, but that file does not hold it")
+
+    def _add(self, path: pathlib.Path) -> None:
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 (no mapping)
+                    if name in self._entries:
+                        raise CheckpointError(f"{name} is in {self._entries[name][0]} and again in {path}")
+                    tensor = file.get_slice(name)
+                    self._entries[name] = path, tuple(tensor.get_shape()), tensor.get_dtype()
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{path} is no complete safetensors file ({error}); download it again") from error
+
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name][1]
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name][2]
+
+    def readable(self, name: str) -> bool:
+        return self.dtype(name) in _READABLE
+
+    def read(self, name: str) -> np.ndarray:
+        with safetensors.safe_open(self._entries[name][0], framework="numpy") as file:
+            return file.get_tensor(name)
+
+
+def _no_weights(directory: pathlib.Path) -> str:
+    pickled = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pth"))
+    if pickled:
+        return f"{directory} has weights as {pickled[0]} only; pickled files are not read, convert them to safetensors"
+    return f"{directory} has neither {SINGLE} nor {INDEX}"
