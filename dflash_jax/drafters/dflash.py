@@ -122,7 +122,8 @@ class DFlash(nnx.Module):
 
     def fuse(self, taps_BxMxTD: jax.Array) -> jax.Array:
         """Context features [B, M, D] = hidden_norm(fc(taps)); one for all layers."""
-        return self.hidden_norm(dense(taps_BxMxTD, self.fc_TDxD[...]))
+        kernel_TDxD = self.fc_TDxD[...]
+        return self.hidden_norm(dense(taps_BxMxTD.astype(kernel_TDxD.dtype), kernel_TDxD))
 
     def context_kv(self, taps_BxMxTD: jax.Array, position_BxM: jax.Array) -> BlockKV:
         """Keys and values of context tokens, every layer."""
@@ -163,11 +164,14 @@ class DFlash(nnx.Module):
         x_BxKxD = shared.embedding_VxD[token_BxK]
         if self.config.embedding_scale is not None:
             x_BxKxD = x_BxKxD * jnp.asarray(self.config.embedding_scale, x_BxKxD.dtype)
-        return x_BxKxD
+        return x_BxKxD.astype(self.fc_TDxD.dtype)  # the drafter may run in another dtype than its target
 
     def logits(self, shared: SharedWeights, hidden_BxMxD: jax.Array) -> jax.Array:
         """Float32 logits over the (possibly pruned) draft vocabulary."""
-        logits = dense(hidden_BxMxD, shared.head_DxV).astype(jnp.float32) * self.config.output_multiplier
+        logits = (
+            dense(hidden_BxMxD.astype(shared.head_DxV.dtype), shared.head_DxV).astype(jnp.float32)
+            * self.config.output_multiplier
+        )
         return softcap(logits, self.config.final_logit_softcap or None)  # 0 means none
 
     def block_tokens(self, root_B: jax.Array, block_size: int) -> jax.Array:

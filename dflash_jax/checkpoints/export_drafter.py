@@ -1,0 +1,115 @@
+"""Writing a DFlash drafter in z-lab format, so that this program and other engines load it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import tempfile
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
+from dflash_jax.checkpoints.drafter_config import drafter_config_to_hf
+from dflash_jax.checkpoints.drafter_names import drafter_placements
+from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
+from dflash_jax.config import DrafterConfig
+
+_WEIGHTS, _CONFIG, _README = "model.safetensors", "config.json", "README.md"
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def export_drafter(
+    directory: str | pathlib.Path,
+    config: DrafterConfig,
+    params: nnx.State,
+    *,
+    dtype: Any = jnp.bfloat16,
+    draft_to_target: np.ndarray | None = None,
+    readme: str | None = None,
+) -> pathlib.Path:
+    """Writes `config.json`, `model.safetensors`, and where given `draft_vocab.safetensors` and `README.md`.
+
+    The official torch package, and engines that read its checkpoints, load the directory as it is. All files
+    appear at once: they are written to a directory beside it, which then takes its name. An earlier export
+    there is replaced.
+
+    Args:
+      directory: must not exist, be empty, or hold an earlier export and nothing else.
+      config: with `embedding_scale` and `final_logit_softcap` bound to the target (`bind_to_target`), so that
+        readers that know nothing of the target's own factors find them here.
+      params: the drafter's own parameters.
+      dtype: of the stored weights: bfloat16, float16 or float32.
+      draft_to_target: target ids [U] of a pruned draft vocabulary.
+      readme: text of the model card.
+
+    Returns:
+      The directory.
+
+    Raises:
+      CheckpointError: a weight is not finite in `dtype`, the ids are wrong, or the directory holds other files.
+    """
+    directory = pathlib.Path(directory)
+    dtype = np.dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise CheckpointError(f"dtype is {dtype.name}, drafters are stored as {', '.join(_DTYPES)}")
+    if config.num_target_layers - 1 in config.target_layer_ids:
+        warnings.warn(
+            f"target_layer_ids holds the last layer ({config.num_target_layers - 1}): readers on Hugging Face hidden "
+            "states tap it after the final norm, this program before, so acceptance will be lower there",
+            stacklevel=2,
+        )
+    _check_replaceable(directory)
+    tensors = {}
+    for name, array in export_tensors(params, drafter_placements(config)):
+        with np.errstate(over="ignore"):
+            tensors[name] = array.astype(dtype)
+        if not np.isfinite(tensors[name].astype(np.float32)).all():
+            raise CheckpointError(f"{name} holds values that are not finite in {dtype.name}; nothing was written")
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+        made = pathlib.Path(scratch) / "new"
+        made.mkdir()
+        # Readers on torch refuse a file without this entry.
+        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        if draft_to_target is not None:
+            write_draft_vocab(made, draft_to_target, config.vocab_size)
+        if readme is not None:
+            (made / _README).write_text(readme, encoding="utf-8")
+        text = json.dumps(drafter_config_to_hf(config, dtype.name), indent=2, allow_nan=False)
+        (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        _swap(made, directory, pathlib.Path(scratch) / "old")
+    return directory
+
+
+def _check_replaceable(directory: pathlib.Path) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file, a directory is written")
+    foreign = sorted({p.name for p in directory.iterdir()} - {_WEIGHTS, _CONFIG, _README, DRAFT_VOCAB_FILE})
+    if foreign:
+        raise CheckpointError(
+            f"{directory} holds {foreign[0]}, which is no part of an export; choose another directory"
+        )
+
+
+def _swap(made: pathlib.Path, directory: pathlib.Path, old: pathlib.Path) -> None:
+    """Gives `made` the name of `directory`; what was there is moved away first, and back on failure."""
+    replaced = directory.exists()
+    if replaced:
+        directory.rename(old)
+    try:
+        made.rename(directory)
+    except OSError:
+        if replaced:
+            old.rename(directory)
+        raise
+    if replaced:
+        shutil.rmtree(old)

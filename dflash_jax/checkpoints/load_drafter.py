@@ -1,0 +1,222 @@
+"""Loading a trained DFlash drafter and binding it to its target."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax import sharding
+from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, check_draft_to_target, read_draft_vocab
+from dflash_jax.checkpoints.drafter_config import bind_to_target, drafter_config_from_hf
+from dflash_jax.checkpoints.drafter_names import OWN_EMBEDDING_OR_HEAD, drafter_placements
+from dflash_jax.checkpoints.load_target import as_dtype
+from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
+from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
+from dflash_jax.config import ConfigError, DrafterConfig
+from dflash_jax.drafters.contract import Drafter, SharedWeights
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.models.target import Target, abstract_model, place
+
+ASSET = "asset:"
+_ASSETS = "assets"
+_HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+
+
+def load_drafter(
+    source: str | pathlib.Path,
+    target: Target,
+    *,
+    dtype: Any = None,
+    draft_vocab: bool | None = None,
+    allow_end_as_mask: bool = False,
+    progress: Progress | None = None,
+) -> Drafter:
+    """Loads a DFlash drafter in z-lab format for `target`.
+
+    Args:
+      source: a local directory with `config.json` and safetensors weights, `asset:NAME` for a drafter that
+        comes with this package, or a repository name on the Hugging Face hub.
+      target: the loaded target. Its table and head serve the drafter, uncopied where the layout allows.
+      dtype: of the drafter's own parameters and activations; the target's where None.
+      draft_vocab: whether to propose from the pruned vocabulary beside the weights: None, if there is one;
+        True, it must be there; False, from the whole vocabulary.
+      allow_end_as_mask: accept a mask id that ends answers or pads.
+      progress: called as progress(done, total, name) while weights load.
+
+    Raises:
+      ConfigError: the configuration can not be right, is not supported, or is for another target.
+      CheckpointError: files are missing or broken, a tensor is missing, unknown or misshapen.
+    """
+    directory = _directory(source)
+    hf = _read_json(directory / "config.json")
+    config = drafter_config_from_hf(hf, target.config)
+    if not allow_end_as_mask:
+        _check_mask(config, target)
+    reader = SafetensorsReader(directory)
+    ids_U = None if draft_vocab is False else read_draft_vocab(directory, config.vocab_size)
+    if ids_U is None and draft_vocab:
+        raise CheckpointError(f"draft_vocab is True, but {directory} has no {DRAFT_VOCAB_FILE}")
+    stated = hf.get("draft_vocab_size")
+    if stated is not None and draft_vocab is not False:
+        size = config.vocab_size if ids_U is None else len(ids_U)
+        if stated != size:
+            raise CheckpointError(
+                f"draft_vocab_size is {stated}, but {DRAFT_VOCAB_FILE} gives {size} ids; without the right table "
+                "drafted ids mean nothing. draft_vocab=False loads with the whole vocabulary"
+            )
+    return drafter_from_reader(
+        config, reader, target, dtype=dtype, draft_to_target=ids_U, source=str(source), progress=progress
+    )
+
+
+def drafter_from_reader(
+    config: DrafterConfig,
+    reader: WeightReader,
+    target: Target,
+    *,
+    dtype: Any = None,
+    draft_to_target: np.ndarray | None = None,
+    source: str = "",
+    progress: Progress | None = None,
+) -> Drafter:
+    """Builds a drafter from a reader of tensors under their z-lab names; see `load_drafter`."""
+    config = bind_to_target(config, target.config)
+    own = sorted(set(reader.names()) & set(OWN_EMBEDDING_OR_HEAD))
+    if own:
+        raise CheckpointError(
+            f"{reader.source} has its own {own[0]}, which is not supported: the drafter is run on the target's "
+            "table and head, and would accept almost nothing on others than it was trained with"
+        )
+    dtype = target.dtype if dtype is None else as_dtype(dtype, "float32")
+    graphdef, abstract_params = abstract_model(DFlash, config, dtype)
+    params = load_params(abstract_params, drafter_placements(config), reader, mesh=target.mesh, progress=progress)
+    return bind_drafter(config, graphdef, params, target, draft_to_target, source)
+
+
+def bind_drafter(
+    config: DrafterConfig,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    target: Target,
+    draft_to_target: np.ndarray | None = None,
+    source: str = "",
+) -> Drafter:
+    """A `Drafter` from a module that is there already, as after training."""
+    return Drafter(
+        graphdef=graphdef,
+        params=params,
+        shared=shared_weights(target, draft_to_target),
+        config=config,
+        block_size=config.block_size,
+        tap_ids=config.target_layer_ids,
+        source=source,
+    )
+
+
+def random_drafter(
+    config: DrafterConfig, target: Target, seed: int = 0, draft_to_target: np.ndarray | None = None
+) -> Drafter:
+    """A drafter with random weights, for tests, dry runs and the start of training."""
+    config = bind_to_target(config, target.config)
+    graphdef, params = nnx.split(DFlash(config, target.dtype, nnx.Rngs(seed)))
+    return bind_drafter(config, graphdef, place(params, target.mesh), target, draft_to_target, f"random:{seed}")
+
+
+def shared_weights(target: Target, draft_to_target: np.ndarray | None = None) -> SharedWeights:
+    """The target's table and head as its drafter reads them, head columns cut to the draft vocabulary.
+
+    Arrays are the target's own where nothing changes. A tied head is transposed once, here, so that no step
+    does it.
+
+    Args:
+      draft_to_target: target ids [U] of the draft vocabulary, or None for the whole.
+    """
+    config, mesh = target.config, target.mesh
+    table_VxD = target.params["embedding_VxD"].get_value()
+    head_DxV = target.params["head_DxV"].get_value() if "head_DxV" in target.params else None
+    ids_U = None
+    if draft_to_target is not None:
+        ids_U = jnp.asarray(check_draft_to_target(draft_to_target, config.vocab_size))
+        if mesh is not None:
+            ids_U = jax.device_put(ids_U, sharding.replicated(mesh))
+    if ids_U is None and head_DxV is not None:
+        return SharedWeights(table_VxD, head_DxV)
+
+    def make(array: jax.Array, ids_U: jax.Array | None) -> jax.Array:
+        if head_DxV is None:
+            return (array if ids_U is None else array[ids_U]).T
+        return array[:, ids_U]
+
+    size = config.vocab_size if ids_U is None else ids_U.shape[0]
+    layout = None if mesh is None else sharding.named_sharding(mesh, ("embed", "vocab"), (config.hidden_size, size))
+    head_DxU = jax.jit(make, out_shardings=layout)(table_VxD if head_DxV is None else head_DxV, ids_U)
+    return SharedWeights(table_VxD, head_DxU, ids_U)
+
+
+def _check_mask(config: DrafterConfig, target: Target) -> None:
+    ends = {"an end of text": target.eos_token_ids}
+    padding = getattr(target.tokenizer, "pad_token_id", None)
+    if padding is not None:
+        ends["padding"] = (padding,)
+    for role, ids in ends.items():
+        if config.mask_token_id in ids:
+            raise ConfigError(
+                f"mask_token_id is {config.mask_token_id}, which is {role} of the target: usually a fallback that was "
+                "never meant. Set the id the drafter was trained with, or allow_end_as_mask=True if this is it"
+            )
+
+
+def _directory(source: str | pathlib.Path) -> pathlib.Path:
+    name = str(source)
+    if name.startswith(ASSET):
+        return _asset(name.removeprefix(ASSET))
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{source} is a file; a drafter is a directory with config.json and model.safetensors")
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _from_hub(name)
+    raise CheckpointError(
+        f"{source} is no directory, no {ASSET}NAME and no hub repository (owner/name); check the path"
+    )
+
+
+def _asset(name: str) -> pathlib.Path:
+    root = pathlib.Path(str(importlib.resources.files("dflash_jax"))) / _ASSETS
+    known = sorted(p.parent.name for p in root.glob("*/config.json"))
+    if name not in known:
+        raise CheckpointError(f"{ASSET}{name} does not come with this package; it has {', '.join(known) or 'none'}")
+    return root / name
+
+
+def _from_hub(name: str) -> pathlib.Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is no local directory, and the Hugging Face hub did not give it: {error}. Download it by other "
+            "means and pass its directory"
+        ) from error
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, must be a JSON object")
+    return value

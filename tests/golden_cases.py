@@ -1,0 +1,99 @@
+"""Parity cases of tests/golden: a target and a drafter with the reference's weights, and its numbers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoints.drafter_config import drafter_config_from_hf
+from dflash_jax.checkpoints.load_drafter import drafter_from_reader
+from dflash_jax.checkpoints.placement import load_params
+from dflash_jax.checkpoints.rope_config import rope_config_from_hf
+from dflash_jax.checkpoints.target_names import is_harmless, target_placements
+from dflash_jax.config import FULL, TargetConfig
+from dflash_jax.drafters.contract import Drafter
+from dflash_jax.models.target import Target, abstract_model
+from dflash_jax.models.transformer import Transformer
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CASES = ("tr_qwen3_full_a", "tr_llama_full", "tr_qwen3_sliding")
+
+
+class ArrayReader:
+    """The tensors of a mapping, as the checkpoint loader reads them; `prefix` is cut from their names."""
+
+    def __init__(self, arrays: Any, prefix: str = "", source: str = "arrays"):
+        self.source = source
+        self._arrays = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
+
+    def names(self) -> Collection[str]:
+        return self._arrays.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._arrays[name].shape
+
+    def dtype(self, name: str) -> str:
+        return str(self._arrays[name].dtype)
+
+    def readable(self, name: str) -> bool:
+        return jnp.issubdtype(self._arrays[name].dtype, jnp.floating)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+def golden_json(name: str) -> dict[str, Any]:
+    """{"target": ..., "draft": ...}: the Hugging Face configurations of a case."""
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def load_golden(name: str) -> tuple[Target, Drafter, dict[str, np.ndarray]]:
+    """(target, drafter, reference numbers) of a case, float32 on one device. Loaded once; do not mutate.
+
+    The keys of the numbers are described in tests/golden/README.md.
+    """
+    hf = golden_json(name)
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        arrays = {key: file[key] for key in file.files}
+    config = _target_config(hf["target"])
+    graphdef, abstract = abstract_model(Transformer, config, jnp.float32)
+    params = load_params(
+        abstract,
+        target_placements(config, own_head=False),
+        ArrayReader(arrays, "target_w.", name),
+        harmless=lambda tensor: is_harmless(config, tensor),
+    )
+    target = Target(config, graphdef, params, source=name)
+    with warnings.catch_warnings():
+        # The sliding case was saved with use_sliding_window false: the window was set afterwards.
+        warnings.filterwarnings("ignore", message=".*use_sliding_window")
+        drafter_config = drafter_config_from_hf(hf["draft"], config)
+    drafter = drafter_from_reader(drafter_config, ArrayReader(arrays, "draft_w.", name), target, source=name)
+    return target, drafter, arrays
+
+
+def _target_config(hf: dict[str, Any]) -> TargetConfig:
+    return TargetConfig(
+        family=hf["model_type"],
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        rms_norm_eps=hf["rms_norm_eps"],
+        rope=rope_config_from_hf(hf),
+        max_positions=hf["max_position_embeddings"],
+        layer_types=(FULL,) * hf["num_hidden_layers"],
+        qk_norm=hf["model_type"] == "qwen3",
+        tie_embeddings=hf["tie_word_embeddings"],
+    )
