@@ -1,0 +1,366 @@
+"""The target's answers on disk: an append-only store that survives being killed, and the samples read from it.
+
+A store is a folder with `manifest.json` (the fingerprint: what produced the answers) and `responses.jsonl` (one
+answer a line). A store is only ever continued with the fingerprint that it was started with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax.models.target import Target
+
+Mode = Literal["greedy", "sampled", "natural"]
+MODES = ("greedy", "sampled", "natural")
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_ROWS = "responses.jsonl"
+_PROBE_TEXT = "def f(x: int = 10) -> str:\n    return 'a  b'  # naïve — ½ 東京 🙂\n"
+_PROBE_CHAT = ({"role": "user", "content": "Hello?"},)
+
+
+class StoreError(ValueError):
+    """A store that can not be used as asked: names the store, the field and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One answered prompt.
+
+    Attributes:
+      id: of the prompt; unique in a store.
+      source: prompt source.
+      prompt_ids: everything up to the answer, chat template and generation prompt included.
+      answer_ids: the answer, with the end-of-turn id if it ended by itself.
+      finish_reason: "stop" or "length".
+      seed: of the row's random stream.
+      mode: "greedy" or "sampled" for the target's own text, "natural" for text that somebody else wrote.
+      earlier_spans: [start, end) ranges of prompt_ids that are earlier assistant turns, and supervised too.
+    """
+
+    id: str
+    source: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    finish_reason: str
+    seed: int
+    mode: Mode
+    earlier_spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise StoreError(f"response {self.id}: mode is {self.mode!r}, must be one of {', '.join(MODES)}")
+        if self.finish_reason not in ("stop", "length"):
+            raise StoreError(f"response {self.id}: finish_reason is {self.finish_reason!r}, must be 'stop' or 'length'")
+        if not self.prompt_ids or not self.answer_ids:
+            raise StoreError(f"response {self.id}: prompt_ids and answer_ids need at least one token each")
+        for start, end in self.earlier_spans:
+            if not 0 <= start < end <= len(self.prompt_ids):
+                raise StoreError(f"response {self.id}: span [{start}, {end}) lies outside {len(self.prompt_ids)} ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A sequence to train on.
+
+    Attributes:
+      id: of the response.
+      token_S: int32 ids, prompt and answer.
+      loss_mask_S: bool, True on answer tokens, the end-of-turn id included.
+    """
+
+    id: str
+    token_S: np.ndarray
+    loss_mask_S: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.token_S.shape != self.loss_mask_S.shape:
+            raise StoreError(f"sample {self.id}: {self.token_S.shape} tokens, mask of {self.loss_mask_S.shape}")
+
+    @property
+    def length(self) -> int:
+        return len(self.token_S)
+
+
+def sample_of(response: Response, max_length: int | None = None) -> Sample:
+    """Tokens and loss mask of a response, both cut at max_length."""
+    token_S = np.asarray((*response.prompt_ids, *response.answer_ids), np.int32)
+    mask_S = np.zeros(token_S.shape, bool)
+    mask_S[len(response.prompt_ids) :] = True
+    for start, end in response.earlier_spans:
+        mask_S[start:end] = True
+    return Sample(response.id, token_S[:max_length], mask_S[:max_length])
+
+
+def read_samples(
+    stores: ResponseStore | Iterable[ResponseStore], max_length: int | None = None, modes: Iterable[Mode] = MODES
+) -> list[Sample]:
+    """The samples of one or several stores, in store order, each cut at max_length.
+
+    Samples that keep no two neighbouring supervised tokens after the cut are left out: no block could start there.
+
+    Raises:
+      StoreError: an id is in two stores, or the stores' tokenizers differ.
+    """
+    stores = [stores] if isinstance(stores, ResponseStore) else list(stores)
+    seen: dict[str, ResponseStore] = {}
+    samples = []
+    for store in stores:
+        first = stores[0]
+        if store.manifest["fingerprint"].get("tokenizer") != first.manifest["fingerprint"].get("tokenizer"):
+            raise StoreError(f"{store.path} and {first.path} hold ids of different tokenizers")
+        for response in store.rows():
+            if response.mode not in tuple(modes):
+                continue
+            if response.id in seen:
+                raise StoreError(f"response {response.id} is both in {seen[response.id].path} and in {store.path}")
+            seen[response.id] = store
+            sample = sample_of(response, max_length)
+            if np.any(sample.loss_mask_S[1:] & sample.loss_mask_S[:-1]):
+                samples.append(sample)
+    return samples
+
+
+# What produced the answers ---------------------------------------------------------------------------------
+
+
+def fingerprint(
+    target: Target,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """All that an answer depends on, as JSON: target, weights, dtype, tokenizer, template, sampling, limit."""
+    kwargs = dict(chat_template_kwargs or {})
+    return {
+        **target_fingerprint(target),
+        "chat_template": None if target.tokenizer is None else template_digest(target.tokenizer, kwargs),
+        "chat_template_kwargs": kwargs,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+
+
+def target_fingerprint(target: Target) -> dict[str, Any]:
+    """What makes two targets the same: source, weights, dtype and tokenizer."""
+    return {
+        "target": target.source,
+        "weights": weights_digest(target.params),
+        "dtype": jnp.dtype(target.dtype).name,
+        "tokenizer": None if target.tokenizer is None else tokenizer_digest(target.tokenizer),
+    }
+
+
+def weights_digest(params: nnx.State) -> str:
+    """A digest of parameters from the largest magnitude of each layer and of what lies outside the layers.
+
+    It reads every weight once on the device and moves one number a layer to the host. Training of any kind changes
+    it; how projections are fused or transposed in memory does not.
+    """
+    groups: dict[str, list[jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        if names[0].startswith("head"):
+            continue  # a tied head may be kept as a copy of the table; a head of its own is trained with the rest
+        groups.setdefault("/".join(names[:2]) if names[0] == "layers" else names[0], []).append(leaf)
+    peaks = jax.device_get(_peaks(groups))
+    text = json.dumps({name: f"{float(peak):.9g}" for name, peak in sorted(peaks.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _peaks(groups: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
+    def peak(leaves):
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(x.astype(jnp.float32))) for x in leaves]))
+
+    return {name: peak(leaves) for name, leaves in groups.items()}
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of what the tokenizer does to a probe text with code, digits, spaces and several scripts."""
+    return hashlib.sha256(json.dumps(_ids(tokenizer.encode(_PROBE_TEXT))).encode()).hexdigest()[:16]
+
+
+def template_digest(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
+    """A digest of how a probe conversation is rendered with these template arguments."""
+    ids = tokenizer.apply_chat_template(list(_PROBE_CHAT), add_generation_prompt=True, **kwargs)
+    return hashlib.sha256(json.dumps(ids if isinstance(ids, str) else _ids(ids)).encode()).hexdigest()[:16]
+
+
+def _ids(ids: Iterable[int]) -> list[int]:
+    return [int(i) for i in ids]
+
+
+# The store -------------------------------------------------------------------------------------------------
+
+
+class ResponseStore:
+    """An append-only folder of responses. Readers may open it while one writer appends.
+
+    Args:
+      path: the folder; made if `fingerprint` is given and it does not exist.
+      fingerprint: None to read; else the store is opened for appending, and must have been started with the
+        same fingerprint.
+
+    Raises:
+      StoreError: the store does not exist, another process appends to it, or its fingerprint differs (names the field).
+    """
+
+    def __init__(self, path: str | pathlib.Path, fingerprint: Mapping[str, Any] | None = None):
+        self.path = pathlib.Path(path)
+        self._file = None
+        if fingerprint is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path / _ROWS, "a+b")  # noqa: SIM115 - kept open for the store's life
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._file.close()
+                raise StoreError(
+                    f"store {self.path} is being written by another process; wait for it or stop it"
+                ) from error
+        try:
+            self.manifest = self._open_manifest(fingerprint)
+            self._keys = self._scan()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_manifest(self, fingerprint: Mapping[str, Any] | None) -> dict[str, Any]:
+        file = self.path / _MANIFEST
+        wanted = None if fingerprint is None else json.loads(json.dumps(fingerprint, sort_keys=True))
+        if not file.exists():
+            if wanted is None:
+                raise StoreError(f"{self.path} is no response store: it has no {_MANIFEST}")
+            if os.path.getsize(self.path / _ROWS):
+                raise StoreError(f"store {self.path} has answers but no {_MANIFEST}: nobody can tell what made them")
+            manifest = {"format": FORMAT, "fingerprint": wanted}
+            write_atomically(file, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+            return manifest
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if manifest.get("format") != FORMAT:
+            raise StoreError(f"store {self.path} has format {manifest.get('format')!r}, this program reads {FORMAT}")
+        if wanted is not None:
+            refuse_difference(f"store {self.path}", manifest["fingerprint"], wanted)
+        return manifest
+
+    def _scan(self) -> set[str]:
+        """Ids of the complete rows; when appending, cuts an incomplete last line off."""
+        keys: set[str] = set()
+        whole = 0
+        for number, line, end in self._lines():
+            try:
+                key = json.loads(line)["id"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(f"{self.path / _ROWS}, line {number}: no response ({error})") from error
+            if key in keys:
+                raise StoreError(f"{self.path / _ROWS}, line {number}: response {key} is there twice")
+            keys.add(key)
+            whole = end
+        if self._file is not None and os.path.getsize(self.path / _ROWS) > whole:
+            self._file.truncate(whole)
+        return keys
+
+    def _lines(self) -> Iterator[tuple[int, bytes, int]]:
+        """(number, line, offset of its end) of every line that ends; a killed writer's last line does not."""
+        file = self.path / _ROWS
+        if not file.exists():
+            return
+        end = 0
+        with open(file, "rb") as f:
+            for number, line in enumerate(f, 1):
+                if not line.endswith(b"\n"):
+                    return
+                end += len(line)
+                yield number, line, end
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def append(self, responses: Iterable[Response]) -> None:
+        """Adds responses; each is on its way to the disk when this returns.
+
+        Raises:
+          StoreError: the store was opened for reading, or an id is in it already.
+        """
+        if self._file is None:
+            raise StoreError(f"store {self.path} is open for reading; open it with a fingerprint to append")
+        lines = []
+        for response in responses:
+            if response.id in self._keys:
+                raise StoreError(f"store {self.path} already has response {response.id}")
+            self._keys.add(response.id)
+            row = {k: v for k, v in dataclasses.asdict(response).items() if k != "earlier_spans" or v}
+            lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        # One write in append mode: a kill leaves a prefix of it, of which only the last line can be incomplete.
+        self._file.write(b"".join(lines))
+        self._file.flush()
+
+    def rows(self) -> Iterator[Response]:
+        """The responses in the order they were added."""
+        for _, line, _ in self._lines():
+            row = json.loads(line)
+            row["prompt_ids"], row["answer_ids"] = tuple(row["prompt_ids"]), tuple(row["answer_ids"])
+            row["earlier_spans"] = tuple(tuple(span) for span in row.get("earlier_spans", ()))
+            yield Response(**row)
+
+    def close(self) -> None:
+        """Ends writing; the rows are on the disk afterwards."""
+        if self._file is not None and not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> ResponseStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def refuse_difference(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares two fingerprints.
+
+    Raises:
+      StoreError: names the first field that differs, with both values.
+    """
+    for field in sorted({*stored, *wanted}):
+        if stored.get(field) != wanted.get(field):
+            raise StoreError(
+                f"{where} was made with {field} = {stored.get(field)!r}, now it is {wanted.get(field)!r}; "
+                "use the same value or another folder"
+            )
+
+
+def write_atomically(file: pathlib.Path, text: str) -> None:
+    """Writes a whole file or nothing."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    with open(scratch, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(scratch, file)
