@@ -23,6 +23,7 @@ from dflash_jax.decoding.step import (
     DecodeState,
     Emission,
     Rules,
+    Skeleton,
     StepConfig,
     Weights,
     admit,
@@ -177,17 +178,20 @@ class Engine:
         self.max_length = max_length
         self.chunk = min(prefill_chunk_size, self.capacity)
         self.lookahead = (0 if jax.default_backend() == "cpu" else 1) if lookahead is None else lookahead
+        target_skeleton, target_leaves = Skeleton.of(target.graphdef, target.params)
+        drafter_skeleton = drafter_leaves = shared = None
+        if drafter is not None:
+            drafter_skeleton, drafter_leaves = Skeleton.of(drafter.graphdef, drafter.params)
+            shared = drafter.shared
+        self.weights = Weights(target_leaves, drafter_leaves, shared)
         self.config = StepConfig(
-            target=target.graphdef,
-            drafter=None if drafter is None else drafter.graphdef,
+            target=target_skeleton,
+            drafter=drafter_skeleton,
             tap_ids=() if drafter is None else drafter.tap_ids,
             block_size=block_size,
             greedy=greedy,
             drawn_proposal=proposal == "drawn",
             mesh=target.mesh,
-        )
-        self.weights = Weights(
-            target.params, None if drafter is None else drafter.params, None if drafter is None else drafter.shared
         )
         specs = layer_specs(target.config)
         if drafter is not None:
