@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.kernels.anchor_attention import anchor_attention
-from dflash_jax.models.attention import causal, two_sided
 from dflash_jax.models.layers import rope_table
 
 
@@ -64,8 +63,8 @@ def block_forward(
                 *attention.keys_values(feature_BxSxD, context_rope),
                 by_block(k_BxGxMxH), by_block(v_BxGxMxH),
                 anchor_BxA=anchor_BxA, keep_BxA=keep_BxA,
-                visibility_KxK=causal(k) if attention.causal else two_sided(k),
-                window=attention.window, scale=attention.scale, document_BxS=document_BxS,
+                visibility_KxK=attention.visibility(k), window=attention.window,
+                scale=attention.scale, document_BxS=document_BxS,
             )  # fmt: skip
             x_BxMxD = layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
     return drafter.norm(x_BxMxD).reshape(b, a, k, -1)

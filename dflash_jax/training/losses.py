@@ -164,7 +164,7 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 
 def _chunks(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ, *, with_grad):
     """Walks over chunks of anchors; the batch axis stays whole, so a sharded batch stays where it is."""
-    b, a, j, d = hidden_BxAxJxD.shape
+    b, a, j = label_BxAxJ.shape
     chunk = min(a, max(1, math.config.chunk_slots // (b * j)))
     num_chunks = -(-a // chunk)
 

@@ -66,7 +66,7 @@ class StepConfig:
 
     num_anchors: int
     block_size: int
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     accumulation: int = 1
     compute_dtype: str = "float32"
 
@@ -133,9 +133,7 @@ def make_optimizer(config: OptimizerConfig, update_scale: Any = None) -> optax.G
         optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
     ]
     if update_scale is not None:
-        parts.append(
-            optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: u * s, updates, update_scale))
-        )
+        parts.append(optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: u * s, updates, update_scale)))
     return optax.chain(*parts, optax.scale_by_learning_rate(schedule(config)))
 
 
@@ -212,7 +210,7 @@ def make_loss(
       target_graphdef: needed for batches without cached features only.
     """
     math = HeadMath(
-        config.loss, drafter_config.output_multiplier, drafter_config.final_logit_softcap,
+        config.loss, drafter_config.output_multiplier, drafter_config.final_logit_softcap or None,
         target_config.final_logit_softcap,
     )  # fmt: skip
     dtype = jnp.dtype(config.compute_dtype)
@@ -241,9 +239,7 @@ def make_loss(
         working = jax.tree.map(lambda x: x.astype(dtype), params)
         drafter = nnx.merge(drafter_graphdef, working)
         shared = frozen.shared.replace(embedding_VxD=frozen.shared.embedding_VxD.astype(dtype))
-        hidden_BxAxKxD = block_forward(
-            drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k
-        )
+        hidden_BxAxKxD = block_forward(drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k)
         weight_BxAxJ = jnp.broadcast_to(decay_weights(k, config.loss.gamma)[None, None], label_BxAxJ.shape)
         return block_loss(
             math, hidden_BxAxKxD[:, :, 1:], teacher_BxAxJxD, frozen.shared.head_DxV,
@@ -294,9 +290,7 @@ def make_train_step(
             grads, sums = jax.grad(summed, has_aux=True)(params, key, frozen, part)
             return jax.tree.map(jnp.add, carry, (grads, sums)), None
 
-        first = jax.eval_shape(
-            jax.grad(summed, has_aux=True), params, key, frozen, jax.tree.map(lambda x: x[0], cut)
-        )
+        first = jax.eval_shape(jax.grad(summed, has_aux=True), params, key, frozen, jax.tree.map(lambda x: x[0], cut))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
         return jax.lax.scan(body, zeros, cut)[0]
 

@@ -1,0 +1,232 @@
+"""Where training starts: the drafter's configuration for a target, and its first parameters.
+
+Two facts of real targets are met here, so that the trained network stays an ordinary DFlash that any reader
+of the format can run:
+
+- Tapped layers differ in scale by orders of magnitude, and some positions exceed the rest a thousandfold.
+  Each tap's block of fc is divided by that tap's typical size, and its update by the same (Adam moves every
+  weight by about the learning rate, whatever its input): training goes as if every tap had unit scale.
+- Late target layers are a better start than noise. Their input norm is folded into q, k and v, since DFlash
+  norms the block's input but feeds context features to k and v as they are: folded, both see the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, TargetConfig, default_target_layer_ids
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.models.layers import dense
+from dflash_jax.models.target import Target
+from dflash_jax.training.step import target_features
+
+
+def drafter_config(
+    target: TargetConfig,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: Sequence[int] | int = 5,
+    intermediate_size: int | None = None,
+    sliding_window: int | None = None,
+    num_full_layers: int | None = None,
+) -> DrafterConfig:
+    """A DFlash drafter shaped like the target's own layers.
+
+    Args:
+      target_layer_ids: tapped layers, or how many to take by the default rule.
+      intermediate_size: of its SwiGLU; the target's where None.
+      sliding_window: None, or the window of all but the last `num_full_layers` (default 0) layers.
+    """
+    if isinstance(target_layer_ids, int):
+        target_layer_ids = default_target_layer_ids(target.num_layers, target_layer_ids)
+    full = num_layers if sliding_window is None else num_full_layers or 0
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size if intermediate_size is None else intermediate_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        vocab_size=target.vocab_size,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=tuple(target_layer_ids),
+        num_target_layers=target.num_layers,
+        layer_types=(SLIDING,) * (num_layers - full) + (FULL,) * full,
+        max_positions=target.max_positions,
+        sliding_window=sliding_window,
+        # Without these the drafter would read the target's table and head otherwise than the target does.
+        embedding_scale=None if target.embedding_scale == 1.0 else target.embedding_scale,
+        final_logit_softcap=target.final_logit_softcap,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Typical sizes of what flows through the target, on a sample of real text.
+
+    Attributes:
+      tap_rms: median over tokens of the RMS of each tapped state. The median, since a few positions would
+        carry any mean away.
+      query_rms, key_rms: RMS over tokens and heads of q and k of each layer asked for, after the q/k norm if
+        the target has one; positions with outliers count like any other.
+    """
+
+    tap_rms: tuple[float, ...]
+    query_rms: tuple[float, ...] = ()
+    key_rms: tuple[float, ...] = ()
+
+
+def measure(
+    target: Target, token_BxS: np.ndarray, length_B: np.ndarray, tap_ids: Sequence[int], layers: Sequence[int] = ()
+) -> Statistics:
+    """Runs the target over a few rows and measures; see `Statistics`.
+
+    Args:
+      layers: target layers whose q and k are wanted.
+
+    Raises:
+      ConfigError: the rows hold no token, or a layer does not exist.
+    """
+    for layer in layers:
+        if not 0 <= layer < target.config.num_layers:
+            raise ConfigError(f"init_layers holds {layer}, must lie in [0, {target.config.num_layers})")
+    inside_BxS = np.arange(token_BxS.shape[1])[None] < np.asarray(length_B)[:, None]
+    if not inside_BxS.any():
+        raise ConfigError("there is no token to measure the taps on: all sampled rows are empty")
+    before = tuple(sorted({layer - 1 for layer in layers if layer > 0}))
+    wanted = tuple(sorted({*tap_ids, *before}))
+
+    @jax.jit
+    def run(params: nnx.State, token_BxS: jax.Array) -> tuple[dict[int, jax.Array], list[tuple[jax.Array, jax.Array]]]:
+        model = nnx.merge(target.graphdef, params)
+        b, s = token_BxS.shape
+        taps = target_features(model, token_BxS, wanted).taps_BxMxTD.reshape(b, s, len(wanted), -1)
+        state = {layer: taps[:, :, i].astype(jnp.float32) for i, layer in enumerate(wanted)}
+        rms = {layer: jnp.sqrt(jnp.mean(jnp.square(x), -1)) for layer, x in state.items()}
+        state[-1] = model.embed(token_BxS)
+        return rms, [_query_key_rms(model.layers[layer], state[layer - 1]) for layer in layers]
+
+    rms, qk = run(target.params, jnp.asarray(token_BxS))
+    return Statistics(
+        tuple(float(np.median(np.asarray(rms[tap])[inside_BxS])) for tap in tap_ids),
+        tuple(float(np.sqrt(np.mean(np.square(np.asarray(q)[inside_BxS])))) for q, _ in qk),
+        tuple(float(np.sqrt(np.mean(np.square(np.asarray(k)[inside_BxS])))) for _, k in qk),
+    )
+
+
+def _query_key_rms(layer: Any, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """RMS of q and of k over heads and head dims, [B, S] each. Rotation does not change it."""
+    attention = layer.attention
+    kernel = attention.qkv_DxGxRxH[...]
+    qkv = dense(layer.attention_norm(x_BxSxD.astype(kernel.dtype)), kernel)
+    if attention.qkv_bias_GxRxH is not None:
+        qkv += attention.qkv_bias_GxRxH[...][None, None]
+    q, k = qkv[..., :-2, :], qkv[..., -2, :]
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return (
+        jnp.sqrt(jnp.mean(jnp.square(q.astype(jnp.float32)), (2, 3, 4))),
+        jnp.sqrt(jnp.mean(jnp.square(k.astype(jnp.float32)), (2, 3))),
+    )
+
+
+def initial_params(
+    config: DrafterConfig,
+    target: Target,
+    statistics: Statistics,
+    *,
+    seed: int = 0,
+    init_layers: Sequence[int] = (),
+) -> nnx.State:
+    """Float32 parameters to start from.
+
+    Random: kernels as the modules declare them, each tap's block of fc divided by the tap's size.
+
+    From target layers (`init_layers`, one a drafter layer): q, k, v, output projection, SwiGLU and norms are
+    theirs, the final norm is the target's. fc passes the last tap through, divided by its size, and begins
+    with nothing of the others, which it then learns. A target without q/k norm gets a constant one, the
+    RMS of its q (k): DFlash normalises each head's q to RMS 1, so that the attention logits have the
+    target's size on average, and lose only its variation from token to token.
+
+    Raises:
+      ConfigError: `init_layers` does not fit the drafter or the target.
+    """
+    params = nnx.split(DFlash(config, jnp.float32, nnx.Rngs(seed)))[1]
+    d, taps = config.hidden_size, len(config.target_layer_ids)
+    rms_T = np.asarray(statistics.tap_rms, np.float32)
+    if rms_T.shape != (taps,) or not np.all(np.isfinite(rms_T) & (rms_T > 0)):
+        raise ConfigError(f"tap_rms is {statistics.tap_rms}, must be {taps} positive numbers, one a tapped layer")
+    fc_TxDxD = np.asarray(params["fc_TDxD"].get_value()).reshape(taps, d, d) / rms_T[:, None, None]
+    if init_layers:
+        _check_init_layers(config, target.config, statistics, init_layers)
+        fc_TxDxD = np.zeros_like(fc_TxDxD)
+        fc_TxDxD[-1] = np.eye(d, dtype=np.float32) / rms_T[-1]
+        _copy(params["norm"]["scale"], target.params["norm"]["scale"].get_value())
+        for i, layer in enumerate(init_layers):
+            _copy_layer(
+                params["layers"][i], target.params["layers"][layer], statistics.query_rms[i], statistics.key_rms[i]
+            )
+    _copy(params["fc_TDxD"], fc_TxDxD.reshape(taps * d, d))
+    return params
+
+
+def update_scale(params: nnx.State, config: DrafterConfig, statistics: Statistics) -> nnx.State:
+    """Factors on Adam's steps for `make_optimizer`: 1 / tap size on each tap's rows of fc, 1 elsewhere."""
+    scale = jax.tree.map(lambda _: np.float32(1.0), params)
+    rows_TDx1 = np.repeat(1.0 / np.asarray(statistics.tap_rms, np.float32), config.hidden_size)[:, None]
+    scale["fc_TDxD"] = scale["fc_TDxD"].replace(rows_TDx1)
+    return scale
+
+
+def _check_init_layers(
+    config: DrafterConfig, target: TargetConfig, statistics: Statistics, init_layers: Sequence[int]
+) -> None:
+    if len(init_layers) != config.num_layers:
+        raise ConfigError(f"init_layers {tuple(init_layers)} must name {config.num_layers} layers, one a drafter layer")
+    if len(statistics.query_rms) != len(init_layers):
+        raise ConfigError("init_layers needs the q and k sizes of these layers: measure(..., layers=init_layers)")
+    for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"init_layers copies target layers, but the drafter's {name} is {ours} and the target's {theirs}; "
+                "make them equal or leave init_layers empty"
+            )
+    if target.mlp_bias or target.qkv_bias or target.out_bias:
+        raise ConfigError("init_layers can not copy a target with biases; leave init_layers empty")
+
+
+def _copy(variable: nnx.Variable, value: Any) -> None:
+    value = jnp.asarray(value, jnp.float32)
+    if value.shape != variable.get_value().shape:
+        raise ConfigError(f"cannot initialise a parameter of shape {variable.get_value().shape} from {value.shape}")
+    variable.set_value(value)
+
+
+def _copy_layer(ours: nnx.State, theirs: nnx.State, query_rms: float, key_rms: float) -> None:
+    attention, source = ours["attention"], theirs["attention"]
+    input_scale_D = jnp.asarray(theirs["attention_norm"]["scale"].get_value(), jnp.float32)
+    qkv_DxGxRxH = jnp.asarray(source["qkv_DxGxRxH"].get_value(), jnp.float32) * input_scale_D[:, None, None, None]
+    _copy(attention["q_DxGxRxH"], qkv_DxGxRxH[:, :, :-2])
+    _copy(attention["kv_DxGx2xH"], qkv_DxGxRxH[:, :, -2:])
+    _copy(attention["out_GxRxHxD"], source["out_GxRxHxD"].get_value())
+    head_dim = qkv_DxGxRxH.shape[-1]
+    for norm, rms in (("q_norm", query_rms), ("k_norm", key_rms)):
+        own = source[norm]["scale"].get_value() if norm in source else jnp.full((head_dim,), rms)
+        _copy(attention[norm]["scale"], own)
+    _copy(ours["attention_norm"]["scale"], jnp.ones_like(input_scale_D))
+    _copy(ours["mlp_norm"]["scale"], theirs["mlp_norm"]["scale"].get_value())
+    for name in ("gate_up_Dx2xF", "down_FxD"):
+        _copy(ours["mlp"][name], theirs["mlp"][name].get_value())
