@@ -189,13 +189,13 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     Rounds half to even, as the reference does. Source: z-lab/dflash, build_target_layer_ids.
 
     Raises:
-      ConfigError: the target is too shallow for the rule (it would repeat or leave the range).
+      ConfigError: the target is too shallow for the rule (it would repeat, turn back or leave the range).
     """
     if num_taps == 1:
         ids = (num_target_layers // 2,)
     else:
         ids = tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if len(set(ids)) != num_taps or min(ids) < 0 or max(ids) >= num_target_layers:
+    if ids != tuple(sorted(set(ids))) or ids[0] < 0 or ids[-1] >= num_target_layers:
         raise ConfigError(
             f"the default rule gives taps {ids} for {num_target_layers} target layers and {num_taps} taps; "
             "set target_layer_ids explicitly"
