@@ -18,7 +18,6 @@ at the lowest id among the highest logits; the filters do not change it.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 
@@ -27,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-# Below this a temperature means 0: the law is one-hot at any logit gap that float32 logits resolve.
+# Temperatures below this mean 0, as callers who write 1e-6 for "greedy" expect.
 MIN_TEMPERATURE = 1e-5
 # Ranked tokens that settle nearly every top-k and top-p; rows that need more fall back to a whole sort.
 CANDIDATES = 512
 # Tokens in one cell of the two-level inverse CDF of `categorical`.
 CELL = 256
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @struct.dataclass
@@ -85,14 +85,13 @@ def make_sampling(
         raise ValueError(f"batch is {batch!r}, must be a whole number >= 1: the number of rows")
 
     def rows(name: str, value, ok, must: str) -> list:
-        per_row = [value] * batch if np.ndim(value) == 0 else list(value)
-        if np.ndim(value) > 1 or len(per_row) != batch:
-            raise ValueError(
-                f"{name} has shape {np.shape(value)} for {batch} rows; give one number, or one number for each row"
-            )
+        value = value.tolist() if hasattr(value, "tolist") else value  # numpy and jax numbers and arrays
+        per_row = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch
+        if len(per_row) != batch:
+            raise ValueError(f"{name} has {len(per_row)} values for {batch} rows; give one number, or one a row")
         for row, item in enumerate(per_row):
             number = isinstance(item, numbers.Real) and not isinstance(item, (bool, np.bool_))
-            if not number or not math.isfinite(item) or not ok(item):
+            if not number or not abs(item) <= FLOAT32_MAX or not ok(item):
                 raise ValueError(f"{name} of row {row} is {item!r}, must be {must}")
         return per_row
 
