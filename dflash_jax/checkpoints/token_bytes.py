@@ -46,6 +46,9 @@ class TokenBytes:
             self._bytes[i] = token.encode("utf-8") if i in added else piece_bytes(token)
         self._special_ids = special_ids
 
+    def __len__(self) -> int:
+        return len(self._bytes)
+
     def __getitem__(self, token_id: int) -> bytes:
         """Bytes of one token; none for an id beyond the vocabulary (padding rows of the embedding table)."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""

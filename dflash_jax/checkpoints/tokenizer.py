@@ -74,6 +74,11 @@ class Tokenizer:
         """Number of tokens, added ones included. The model's table may have more rows."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of any token; -1 of an empty vocabulary."""
+        return len(self.token_bytes) - 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of plain text.
 

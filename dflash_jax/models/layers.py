@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         # The product with the scale is taken in the model's dtype, as Hugging Face models do.
-        return self.scale[...] * normed.astype(x.dtype)
+        return jnp.expand_dims(self.scale[...], range(x.ndim - 1)) * normed.astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
