@@ -148,11 +148,12 @@ def fingerprint(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All that an answer depends on, as JSON: target, weights, dtype, tokenizer, template, sampling, limit."""
-    kwargs = dict(chat_template_kwargs or {})
+    rendering = {}
+    if target.tokenizer is not None:
+        rendering = rendering_fingerprint(target.tokenizer, chat_template_kwargs or {})
     return {
         **target_fingerprint(target),
-        "chat_template": None if target.tokenizer is None else template_digest(target.tokenizer, kwargs),
-        "chat_template_kwargs": kwargs,
+        **rendering,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -169,6 +170,16 @@ def target_fingerprint(target: Target) -> dict[str, Any]:
         "weights": weights_digest(target.params),
         "dtype": jnp.dtype(target.dtype).name,
         "tokenizer": None if target.tokenizer is None else tokenizer_digest(target.tokenizer),
+    }
+
+
+def rendering_fingerprint(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes two renderings of one conversation the same: tokenizer, template and template arguments."""
+    kwargs = dict(chat_template_kwargs)
+    return {
+        "tokenizer": tokenizer_digest(tokenizer),
+        "chat_template": template_digest(tokenizer, kwargs),
+        "chat_template_kwargs": kwargs,
     }
 
 

@@ -1,0 +1,227 @@
+"""Training text: the target answers prompts, or the answers of finished conversations are taken as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from dflash_jax.config import ConfigError
+from dflash_jax.data.code_prompts import stable_hash
+from dflash_jax.data.conversations import encode_conversation, encode_prompt
+from dflash_jax.data.prompts import Prompt
+from dflash_jax.data.responses import Response, ResponseStore, fingerprint, rendering_fingerprint
+from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
+from dflash_jax.drafters.contract import Drafter
+from dflash_jax.models.target import Target
+
+LOG_EVERY_S = 20.0
+
+
+@dataclasses.dataclass
+class Report:
+    """What a call did: prompts found answered, answered now, and left out as too long; new answer tokens; seconds."""
+
+    found: int = 0
+    answered: int = 0
+    too_long: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def regenerate(
+    target: Target,
+    prompts: Iterable[Prompt],
+    store: str | pathlib.Path,
+    *,
+    batch_size: int = 16,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    max_prompt_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    drafter: Drafter | None = None,
+    progress: bool = True,
+) -> Report:
+    """Lets the target answer every prompt that the store has no answer to yet, in batches.
+
+    It may be killed at any time and called again: answers are stored as they end. A row's random stream depends on
+    the seed and the prompt's id only, so a sampled answer does not depend on what was answered before.
+
+    Args:
+      store: folder of the store; made if needed, refused if it was made with other settings.
+      batch_size: rows decoded together.
+      max_new_tokens: the longest answer; longer ones are cut (finish_reason "length").
+      max_prompt_tokens: longer prompts are left out and counted; None: what the target's context leaves room for.
+      drafter: speeds the decoding up without changing what is written.
+      progress: a bar on a terminal, a log line every 20 seconds elsewhere.
+
+    Raises:
+      ConfigError: a field out of range, or a prompt that is answered already.
+      StoreError: see `ResponseStore`.
+    """
+    _check(target, batch_size, max_new_tokens)
+    room = target.config.max_positions - max_new_tokens
+    limit = room if max_prompt_tokens is None else min(room, max_prompt_tokens)
+    kwargs = dict(chat_template_kwargs or {})
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    made_by = fingerprint(target, max_new_tokens=max_new_tokens, seed=seed, chat_template_kwargs=kwargs, **sampling)
+    report = Report()
+    with ResponseStore(store, made_by) as opened:
+        todo: list[tuple[Prompt, list[int]]] = []
+        for prompt in prompts:
+            if prompt.answered:
+                raise ConfigError(
+                    f"prompt {prompt.id} ends with an answer; use store_natural for finished conversations"
+                )
+            if prompt.id in opened:
+                report.found += 1
+                continue
+            ids = encode_prompt(target.tokenizer, prompt.messages, **kwargs)
+            if len(ids) > limit:
+                report.too_long += 1
+            else:
+                todo.append((prompt, ids))
+        meter = _Meter(len(todo), report, progress)
+        for capacity, group in _by_capacity(todo, max_new_tokens, target.config.max_positions):
+            requests = [
+                Request(
+                    ids, max_new_tokens, seed=stable_hash(f"{seed}:{prompt.id}") & 0xFFFFFFFF,
+                    stop_token_ids=target.eos_token_ids, **sampling,
+                )
+                for prompt, ids in group
+            ]  # fmt: skip
+            rows = min(batch_size, len(group))
+            for index, answer, reason in answers(target, drafter, requests, rows, capacity):
+                prompt, ids = group[index]
+                mode = "sampled" if temperature > 0 else "greedy"
+                opened.append(
+                    [Response(prompt.id, prompt.source, tuple(ids), answer, reason, requests[index].seed, mode)]
+                )
+                report.answered += 1
+                report.tokens += len(answer)
+                meter.show()
+        meter.close()
+    return report
+
+
+def answers(
+    target: Target, drafter: Drafter | None, requests: Sequence[Request], batch: int, max_length: int
+) -> Iterator[tuple[int, tuple[int, ...], str]]:
+    """(index, answer ids, finish reason) of each request, in the order in which they end."""
+    greedy = all(request.temperature == 0 for request in requests)
+    engine = Engine(target, drafter, batch=batch, max_length=max_length, greedy=greedy)
+    partial: dict[int, list[int]] = {}
+    for event in engine.run(requests):
+        partial.setdefault(event.index, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            yield event.index, tuple(partial.pop(event.index)), event.finish_reason
+
+
+def _by_capacity(
+    todo: list[tuple[Prompt, list[int]]], max_new_tokens: int, max_positions: int
+) -> Iterator[tuple[int, list[tuple[Prompt, list[int]]]]]:
+    """Groups by the cache that a prompt and its answer need, so that short ones do not pay for long rows.
+
+    Within a group prompts of like length are neighbours: they are prefilled together.
+    """
+    groups: dict[int, list[tuple[Prompt, list[int]]]] = {}
+    for item in sorted(todo, key=lambda item: len(item[1])):
+        groups.setdefault(capacity_bucket(len(item[1]) + max_new_tokens, max_positions), []).append(item)
+    yield from groups.items()
+
+
+def store_natural(
+    target: Target,
+    prompts: Iterable[Prompt],
+    store: str | pathlib.Path,
+    *,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Report:
+    """Stores finished conversations as they are: text that others wrote, for soft labels from the target.
+
+    Args:
+      max_length: longer conversations are left out and counted; None: the target's context.
+
+    Raises:
+      ConfigError: a prompt without an answer.
+      MaskError: the chat template does not tell what the assistant wrote.
+      StoreError: see `ResponseStore`.
+    """
+    limit = target.config.max_positions if max_length is None else min(max_length, target.config.max_positions)
+    kwargs = dict(chat_template_kwargs or {})
+    report, start = Report(), time.perf_counter()
+    with ResponseStore(store, rendering_fingerprint(target.tokenizer, kwargs)) as opened:
+        for prompt in prompts:
+            if not prompt.answered:
+                raise ConfigError(f"prompt {prompt.id} has no answer; use regenerate to let the target answer it")
+            if prompt.id in opened:
+                report.found += 1
+                continue
+            conversation = encode_conversation(target.tokenizer, prompt.messages, target.eos_token_ids, **kwargs)
+            ids, (*earlier, (begin, _)) = conversation.ids, conversation.spans
+            if len(ids) > limit:
+                report.too_long += 1
+                continue
+            opened.append(
+                [Response(prompt.id, prompt.source, ids[:begin], ids[begin:], "stop", 0, "natural", tuple(earlier))]
+            )
+            report.answered += 1
+            report.tokens += len(ids) - begin
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _check(target: Target, batch_size: int, max_new_tokens: int) -> None:
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.source!r} has no tokenizer, so prompts can not be rendered for it")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}, must be at least 1")
+    if not 1 <= max_new_tokens < target.config.max_positions:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}, must lie in [1, {target.config.max_positions})")
+
+
+class _Meter:
+    """Answers, tokens/s and time left: a bar on a terminal, a log line now and then elsewhere."""
+
+    def __init__(self, total: int, report: Report, enabled: bool):
+        self._total, self._report = total, report
+        self._start = self._shown = time.perf_counter()
+        self._bar = None
+        self._enabled = enabled and total > 0
+        if self._enabled and sys.stderr.isatty():
+            import tqdm
+
+            self._bar = tqdm.tqdm(total=total, unit="answer")
+
+    def show(self, last: bool = False) -> None:
+        now = time.perf_counter()
+        report = self._report
+        report.seconds = now - self._start
+        if not self._enabled:
+            return
+        rate = report.tokens / max(report.seconds, 1e-9)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            self._bar.update(report.answered - self._bar.n)
+        elif last or now - self._shown >= LOG_EVERY_S:
+            self._shown = now
+            left = report.seconds / max(report.answered, 1) * (self._total - report.answered)
+            logging.info(
+                "answers %d/%d, %d tokens, %.0f tokens/s, %.0f s left",
+                report.answered, self._total, report.tokens, rate, left,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        self.show(last=True)
+        if self._bar is not None:
+            self._bar.close()
