@@ -139,7 +139,8 @@ def make_optimizer(config: OptimizerConfig, update_scale: Any = None) -> optax.G
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None) -> TrainState:
     """A fresh state; moments lie where their parameters lie, the rest is replicated on the mesh."""
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    # Copies: the step donates the state, and parameters may be someone else's (a target's, a loaded drafter's).
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed))
     if mesh is None:
         return state

@@ -1,0 +1,154 @@
+"""Saving and resuming a run with Orbax: all that the next step depends on, in one transaction.
+
+A checkpoint holds the training state (parameters, optimiser moments, step, PRNG key), the position of the
+data iterator, and in its metadata the facts that a resumed run must share (the fingerprint). Arrays are
+stored by their path in the state, so that a checkpoint can be read on any number of devices, and what is
+missing or misshapen can be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from orbax.checkpoint import v1 as ocp
+
+from dflash_jax.config import ConfigError
+from dflash_jax.training.step import TrainState
+
+_STATE, _DATA = "state", "data"
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`; a context manager.
+
+    Args:
+      keep: how many of the latest checkpoints stay.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, keep: int = 2):
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}, at least 1 checkpoint must stay")
+        self.directory = pathlib.Path(directory).absolute()
+        with _quiet():
+            self._checkpointer = ocp.training.Checkpointer(
+                self.directory,
+                save_decision_policy=ocp.training.save_decision_policies.ContinuousCheckpointingPolicy(),
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                cleanup_tmp_directories=True,  # what a killed run left half written
+            )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with _quiet():
+            self._checkpointer.close()
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None."""
+        newest = self._checkpointer.latest
+        return None if newest is None else newest.step
+
+    def save(self, state: TrainState, data_state: Mapping[str, Any], facts: Mapping[str, Any]) -> pathlib.Path:
+        """Writes a checkpoint of `state` and returns when it is complete on disk.
+
+        It does not go on in the background: the next step donates the state's buffers, which on CPU are the
+        very memory that would still be written from.
+
+        Args:
+          data_state: JSON-able, what the data iterator's get_state() gave after the last used batch.
+          facts: JSON-able; see `facts`.
+        """
+        step = int(state.step)
+        if step != self.latest:
+            content = {_STATE: flatten(state), _DATA: {"iterator": dict(data_state)}}
+            with _quiet():
+                self._checkpointer.save_checkpointables(step, content, custom_metadata=dict(facts), force=True)
+        return self.directory / str(step)
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """The facts saved with a checkpoint."""
+        return dict(self._checkpointer.metadata(step).custom_metadata)
+
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """(state, data_state) of a checkpoint; arrays take the shardings of `like`, whatever mesh they had.
+
+        Raises:
+          ConfigError: an array is missing, unknown, misshapen or of another dtype, by its path.
+        """
+        wanted = flatten(like)
+        with _quiet():
+            stored = self._checkpointer.checkpointables_metadata(step).metadata[_STATE]
+        for path in sorted(set(wanted) ^ set(stored)):
+            where = "is missing in the checkpoint" if path in wanted else "is in the checkpoint only"
+            raise ConfigError(f"checkpoint {self.directory / str(step)} does not fit this run: {path} {where}")
+        for path, leaf in wanted.items():
+            have = stored[path]
+            if tuple(have.shape) != leaf.shape or have.dtype != leaf.dtype:
+                raise ConfigError(
+                    f"checkpoint {self.directory / str(step)} does not fit this run: {path} is "
+                    f"{have.dtype}{list(have.shape)} there, {leaf.dtype}{list(leaf.shape)} here"
+                )
+        abstract = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for p, x in wanted.items()}
+        with _quiet():
+            loaded = self._checkpointer.load_checkpointables(step, {_STATE: abstract, _DATA: None})
+        return unflatten(loaded[_STATE], like), loaded[_DATA]["iterator"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax reports every internal step at INFO, and advises on saved shardings that are not used here."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(min(verbosity, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Ss]harding info.*")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def flatten(state: TrainState) -> dict[str, jax.Array]:
+    """{path: array}; the PRNG key as its raw data."""
+    state = state.replace(key=jax.random.key_data(state.key))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def unflatten(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
+    """The inverse of `flatten`, with the structure of `like`."""
+    raw = like.replace(key=jax.random.key_data(like.key))
+    paths, structure = jax.tree_util.tree_flatten_with_path(raw)
+    # Fresh buffers: a restored array may share memory with its reader, and the step donates the state.
+    leaves = [jnp.copy(arrays[jax.tree_util.keystr(path)]) for path, _ in paths]
+    state = jax.tree_util.tree_unflatten(structure, leaves)
+    return state.replace(key=jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(like.key)))
+
+
+def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Refuses to resume a run under another configuration.
+
+    Raises:
+      ConfigError: names the first field that differs, with both values.
+    """
+    ours, theirs = _leaves(now), _leaves(saved)
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"{where} was trained with {name} = {theirs.get(name, 'unset')!r}, this run has "
+                f"{ours.get(name, 'unset')!r}. Resume with the same value, or start in another workdir "
+                "(drafter.init_from takes over trained weights)"
+            )
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, Mapping):
+        return {k: v for name, sub in tree.items() for k, v in _leaves(sub, f"{prefix}{name}.").items()}
+    return {prefix[:-1]: list(tree) if isinstance(tree, tuple) else tree}

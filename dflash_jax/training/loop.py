@@ -1,0 +1,418 @@
+"""A training run, from a config to an exported drafter. Read `train` from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+from ml_collections import ConfigDict
+
+from dflash_jax import sharding
+from dflash_jax.checkpoints.draft_vocab import read_draft_vocab, write_draft_vocab
+from dflash_jax.checkpoints.export_drafter import export_drafter
+from dflash_jax.checkpoints.load_drafter import bind_drafter, load_drafter, shared_weights
+from dflash_jax.checkpoints.load_target import load_target
+from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
+from dflash_jax.drafters.contract import Drafter
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.models.target import Target
+from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
+from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure, update_scale
+from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.metrics import MetricsWriter, summarise
+from dflash_jax.training.step import (
+    Frozen,
+    OptimizerConfig,
+    StepConfig,
+    TrainState,
+    init_state,
+    make_loss,
+    make_optimizer,
+    make_train_step,
+    put_batch,
+)
+
+
+class BatchIterator(Protocol):
+    """Batches for ever, from a position that can be saved: what a Grain iterator is."""
+
+    def __next__(self) -> Mapping[str, np.ndarray]: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass
+class TrainingData:
+    """What a run trains on.
+
+    Attributes:
+      batches: see `BatchIterator`; every batch has the same shapes:
+        tokens_BxS int32, loss_mask_BxS bool (answer tokens), length_B int32, id_B int32, epoch_B int32, and
+        either none or both of taps_BxSxTD and hidden_BxSxD (float16 or bfloat16: the target's tapped states
+        and its final normed state). Without them the step runs the target.
+      token_counts_V: how often each token is supervised in one epoch; needed to prune the draft vocabulary.
+      facts: JSON-able, what makes this data this data; a resumed run must have the same.
+    """
+
+    batches: BatchIterator
+    token_counts_V: np.ndarray | None
+    facts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """When things happen, in steps unless the name says otherwise.
+
+    Attributes:
+      stop_after: stop there, with a checkpoint, though the schedule goes on; None runs to total_steps.
+      save_every_minutes: besides save_every; one process only, since clocks differ.
+      eval_every: 0 for only at the end.
+    """
+
+    log_every: int = 20
+    eval_every: int = 0
+    save_every: int = 500
+    save_every_minutes: float | None = 10.0
+    keep_checkpoints: int = 2
+    stop_after: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 1), ("keep_checkpoints", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"run.{name} is {getattr(self, name)}, must be at least {least}")
+        if self.save_every_minutes is not None and self.save_every_minutes <= 0:
+            raise ConfigError(f"run.save_every_minutes is {self.save_every_minutes}, must be positive or None")
+
+
+@dataclasses.dataclass
+class TrainResult:
+    """How a run ended: steps taken, last evaluation, where the best and the last drafter were exported."""
+
+    step: int
+    evaluation: dict[str, Any]
+    best: dict[str, Any]
+    export: pathlib.Path
+
+
+class TrainingDiverged(RuntimeError):
+    """A loss or gradient that is no finite number: names the step, the samples, and the saved state."""
+
+
+Evaluate = Callable[[Target, Drafter], Mapping[str, Any]]
+
+
+def train(
+    config: ConfigDict,
+    workdir: str | pathlib.Path,
+    *,
+    target: Target | None = None,
+    data: TrainingData | None = None,
+    evaluate: Evaluate | None = None,
+) -> TrainResult:
+    """Trains a DFlash drafter; the same call on the same workdir resumes.
+
+    Args:
+      config: an experiment of `configs/`; sections seed, mesh, target, drafter, data, step, loss, optimizer,
+        run, evaluation.
+      workdir: receives config.json, metrics.jsonl, tensorboard/, checkpoints/, best/ and export/.
+      target, data, evaluate: None builds them from the config; a notebook or a test may pass its own.
+        `evaluate(target, drafter)` runs the draft-verify loop on held-out prompts and returns at least "tau".
+
+    Raises:
+      ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with.
+      TrainingDiverged: see there.
+    """
+    workdir = pathlib.Path(workdir).absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
+    run = from_config_dict(RunConfig, config.run)
+    optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
+    if run.save_every_minutes is not None and jax.process_count() > 1:
+        raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
+
+    logging.info("== target")
+    mesh = _mesh(config)
+    if target is None:
+        target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
+    logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
+
+    logging.info("== data")
+    if data is None:
+        data = _open_data(config, target, workdir)
+    if evaluate is None:
+        evaluate = _open_evaluation(config, target)
+
+    logging.info("== drafter")
+    draft = _drafter_config(config, target)
+    step_config = StepConfig(
+        block_size=draft.block_size, loss=from_config_dict(LossConfig, config.loss), **config.step.to_dict()
+    )
+    fingerprint = {
+        "seed": config.seed,
+        "target": {"source": target.source, "config": dataclasses.asdict(target.config)},
+        "drafter": dataclasses.asdict(draft),
+        "init": {"layers": list(config.drafter.init_layers), "from": config.drafter.init_from},
+        "draft_vocab_size": config.drafter.draft_vocab_size,
+        "step": dataclasses.asdict(step_config),
+        "optimizer": dataclasses.asdict(optimizer_config),
+        "data": data.facts,
+    }
+    fingerprint = json.loads(json.dumps(fingerprint))  # tuples become lists, as they come back from disk
+    checkpoints = Checkpoints(workdir / "checkpoints", run.keep_checkpoints)
+    latest = checkpoints.latest
+    if latest is None:
+        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
+        draft_to_target = _draft_vocabulary(config, target, data, workdir)
+        statistics = _measure(config, target, draft, data.batches)
+    else:
+        facts = checkpoints.facts(latest)
+        check_fingerprint(facts["fingerprint"], fingerprint, str(checkpoints.directory / str(latest)))
+        draft_to_target = read_draft_vocab(workdir, draft.vocab_size)
+        statistics = Statistics(**{k: tuple(v) for k, v in facts["statistics"].items()})
+    facts = {"fingerprint": fingerprint, "statistics": dataclasses.asdict(statistics)}
+    logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
+
+    params = _initial_params(config, target, draft, statistics)
+    optimizer = make_optimizer(optimizer_config, update_scale(params, draft, statistics))
+    state = init_state(params, optimizer, config.seed, mesh)
+    if latest is not None:
+        state, data_state = checkpoints.restore(latest, state)
+        data.batches.set_state(data_state)
+        logging.info("resumed at step %d from %s", latest, checkpoints.directory)
+    num_params = sum(x.size for x in jax.tree.leaves(state.params))
+    logging.info(
+        "drafter: %d layers, block %d, %.2f M parameters", draft.num_layers, draft.block_size, num_params / 1e6
+    )
+
+    graphdef = nnx.split(nnx.eval_shape(lambda: DFlash(draft, jnp.float32, nnx.Rngs(0))))[0]
+    frozen = Frozen(
+        shared=shared_weights(target, draft_to_target),
+        target_to_draft_V=_inverse(draft_to_target, target.config.vocab_size, mesh),
+        target=target.params,
+    )
+    loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
+    train_step = make_train_step(step_config, loss, optimizer, optimizer_config)
+
+    def bound(state: TrainState) -> Drafter:
+        # A copy: the step donates the state's buffers, and the drafter lives on.
+        params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), state.params)
+        return bind_drafter(draft, graphdef, params, target, draft_to_target, source=f"{workdir} step {state.step}")
+
+    def export(state: TrainState, name: str) -> pathlib.Path:
+        return export_drafter(workdir / name, draft, state.params, draft_to_target=draft_to_target)
+
+    def save(state: TrainState) -> pathlib.Path:
+        return checkpoints.save(state, data_state, facts)
+
+    logging.info("== training")
+    last_step = min(optimizer_config.total_steps, run.stop_after or optimizer_config.total_steps)
+    step, data_state = int(state.step), data.batches.get_state()
+    best = _read_json(workdir / "best.json") or {"step": 0, "tau": -math.inf}
+    evaluation: dict[str, Any] = {}
+    window: list[Any] = []  # metrics of the steps since the last log line
+    pending: tuple[int, np.ndarray, Any] | None = None  # the newest step: its number, sample ids, metrics
+
+    def settle() -> None:
+        """Reads the newest step's metrics: one step late, so that the host prepares the next one meanwhile."""
+        nonlocal pending
+        if pending is None:
+            return
+        number, ids, metrics = pending
+        metrics, pending = jax.device_get(metrics), None
+        if not metrics["finite"]:
+            where = save(state)
+            raise TrainingDiverged(
+                f"step {number}: loss {metrics['sums'].loss} with gradient norm {metrics['grad_norm']} is not finite. "
+                f"Samples of the batch: {ids.tolist()}. The parameters before the step are saved in {where}. Look at "
+                "these samples, or lower optimizer.learning_rate"
+            )
+        window.append(metrics)
+
+    def assess() -> None:
+        nonlocal best, evaluation
+        if evaluate is None:
+            return
+        evaluation = dict(evaluate(target, bound(state)))
+        writer.write(step, "eval", evaluation)
+        logging.info("step %d evaluation: %s", step, _line(evaluation))
+        _warn_if_apart(evaluation["tau"], last_summary.get("chain_tau"))
+        if evaluation["tau"] > best["tau"]:
+            best = {"step": step, "tau": evaluation["tau"]}
+            export(state, "best")
+            (workdir / "best.json").write_text(json.dumps(best))
+
+    last_summary: dict[str, float] = {}
+    saved_at = logged_at = time.monotonic()
+    with checkpoints, contextlib.closing(MetricsWriter(workdir, step)) as writer, _progress(step, last_step) as bar:
+        while step < last_step:
+            batch = dict(next(data.batches))
+            settle()
+            data_state = data.batches.get_state()
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = train_step(state, frozen, put_batch(batch, mesh))
+            step += 1
+            pending = (step, np.asarray(batch["id_B"]), metrics)
+            bar.update(1)
+
+            if step % run.log_every == 0 or step == last_step:
+                settle()
+                seconds, logged_at = time.monotonic() - logged_at, time.monotonic()
+                last_summary = summarise(window) | {"epoch": float(np.max(batch["epoch_B"]))}
+                last_summary |= {"seconds": seconds, "blocks_per_s": last_summary["blocks"] / seconds}
+                window.clear()
+                writer.write(step, "train", last_summary)
+                _report(bar, step, last_summary)
+            due = run.save_every_minutes and time.monotonic() - saved_at > 60 * run.save_every_minutes
+            if step % run.save_every == 0 or due:
+                settle()
+                save(state)
+                saved_at = time.monotonic()
+            if run.eval_every and step % run.eval_every == 0 and step < last_step:
+                settle()
+                assess()
+                logged_at = time.monotonic()  # evaluation is not training time
+
+        logging.info("== done at step %d", step)
+        settle()
+        save(state)
+        assess()
+    directory = export(state, "export")
+    logging.info("exported to %s; best tau %.3f at step %d", directory, best["tau"], best["step"])
+    return TrainResult(step, evaluation, best, directory)
+
+
+def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
+    if config.mesh.data * config.mesh.tensor == 1:
+        return None
+    return sharding.make_mesh(config.mesh.data, config.mesh.tensor)
+
+
+def _drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
+    fields = config.drafter.to_dict()
+    for name in ("init_layers", "init_from", "draft_vocab_size"):
+        fields.pop(name)
+    return drafter_config(target.config, **fields)
+
+
+def _initial_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
+    if not config.drafter.init_from:
+        return initial_params(
+            draft, target, statistics, seed=config.seed, init_layers=tuple(config.drafter.init_layers)
+        )
+    trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
+    ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
+    for name, value in ours.items():
+        if name != "block_size" and theirs[name] != value:
+            raise ConfigError(
+                f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
+            )
+    return trained.params
+
+
+def _measure(config: ConfigDict, target: Target, draft: DrafterConfig, batches: BatchIterator) -> Statistics:
+    """Measures on the first rows of the first batch, and puts the iterator back."""
+    start = batches.get_state()
+    batch = next(batches)
+    batches.set_state(start)
+    rows = min(4, len(batch["length_B"]))
+    return measure(
+        target, batch["tokens_BxS"][:rows], batch["length_B"][:rows], draft.target_layer_ids,
+        tuple(config.drafter.init_layers),
+    )  # fmt: skip
+
+
+def _draft_vocabulary(
+    config: ConfigDict, target: Target, data: TrainingData, workdir: pathlib.Path
+) -> np.ndarray | None:
+    size, vocab = config.drafter.draft_vocab_size, target.config.vocab_size
+    if not size or size >= vocab:
+        return None
+    if data.token_counts_V is None:
+        raise ConfigError("drafter.draft_vocab_size needs the token counts of the data, which were not given")
+    ids_U = draft_vocabulary(data.token_counts_V, size, target.eos_token_ids)
+    write_draft_vocab(workdir, ids_U, vocab)
+    covered = data.token_counts_V[ids_U].sum() / max(data.token_counts_V.sum(), 1)
+    logging.info("draft vocabulary: %d of %d ids, %.2f %% of supervised tokens", size, vocab, 100 * covered)
+    return ids_U
+
+
+def draft_vocabulary(count_V: np.ndarray, size: int, always: tuple[int, ...] = ()) -> np.ndarray:
+    """The ids [size] a drafter may propose, ascending: `always`, then the most frequent, ties to the lower id.
+
+    Ids of byte-pair tokenizers are roughly in the order of frequency in their training text, so unseen ids
+    fill the rest from below.
+    """
+    if not 0 < size <= len(count_V):
+        raise ConfigError(f"draft_vocab_size is {size}, must lie in (0, {len(count_V)}]")
+    rank_V = np.asarray(count_V, np.float64).copy()
+    rank_V[list(always)] = np.inf
+    order_V = np.argsort(-rank_V, kind="stable")
+    return np.sort(order_V[:size]).astype(np.int32)
+
+
+def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.Mesh | None) -> jax.Array | None:
+    if draft_to_target is None:
+        return None
+    inverse_V = np.full((vocab,), -1, np.int32)
+    inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
+    return jax.device_put(inverse_V, None if mesh is None else sharding.replicated(mesh))
+
+
+def _open_data(config: ConfigDict, target: Target, workdir: pathlib.Path) -> TrainingData:
+    from dflash_jax.data.batches import open_training_data
+
+    return open_training_data(config.data, target, workdir)
+
+
+def _open_evaluation(config: ConfigDict, target: Target) -> Evaluate | None:
+    if not config.evaluation.num_prompts:
+        return None
+    from dflash_jax.evaluation.drafter import make_evaluation
+
+    return make_evaluation(config.evaluation, target)
+
+
+def _warn_if_apart(tau: float, chain_tau: float | None) -> None:
+    """Training and serving measure the same thing twice; a large gap is a fault or overfitting."""
+    if chain_tau is not None and chain_tau > 1.3 and tau - 1 < 0.5 * (chain_tau - 1):
+        logging.warning(
+            "tau is %.2f when decoding, but training accuracy would give %.2f: the drafter has overfitted the training "
+            "answers, or training and serving differ (answers not the target's own, labels, taps, positions)",
+            tau, chain_tau,
+        )  # fmt: skip
+
+
+def _progress(step: int, last_step: int) -> Any:
+    """A bar on a terminal; elsewhere log lines do."""
+    from tqdm import tqdm
+
+    return tqdm(total=last_step, initial=step, disable=not sys.stderr.isatty(), unit="step", dynamic_ncols=True)
+
+
+def _report(bar: Any, step: int, summary: Mapping[str, float]) -> None:
+    shown = {k: summary[k] for k in ("loss", "accuracy", "chain_tau", "grad_norm", "learning_rate", "blocks_per_s")}
+    if bar.disable:
+        logging.info("step %d epoch %d: %s", step, summary["epoch"], _line(shown))
+    else:
+        bar.set_postfix_str(_line(shown), refresh=False)
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, (int, float)))
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None

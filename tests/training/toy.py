@@ -1,0 +1,99 @@
+"""A tiny target, a tiny drafter, batches in memory: what the training tests share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.models.target import random_target
+from dflash_jax.training.loop import TrainingData
+
+VOCAB, HIDDEN, MASK = 48, 16, 3
+
+
+def target_config(**changes) -> TargetConfig:
+    fields = dict(
+        family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=5, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), max_positions=256,
+        layer_types=(FULL,) * 5, tie_embeddings=True,
+    )  # fmt: skip
+    return TargetConfig(**(fields | changes))
+
+
+def drafter_config(**changes) -> DrafterConfig:
+    fields = dict(
+        hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), vocab_size=VOCAB, block_size=4, mask_token_id=MASK,
+        target_layer_ids=(1, 3), num_target_layers=5, layer_types=(FULL, SLIDING), max_positions=256,
+        sliding_window=6,
+    )  # fmt: skip
+    return DrafterConfig(**(fields | changes))
+
+
+def target(seed: int = 0):
+    return random_target(target_config(), seed)
+
+
+def drafter(config: DrafterConfig, seed: int = 1):
+    """(graphdef, params)."""
+    return nnx.split(DFlash(config, jnp.float32, nnx.Rngs(seed)))
+
+
+def batch(seed=0, rows=3, length=24, starts=(6, 2, 10), ends=(24, 17, 20), features=True, taps=2):
+    """Rows with answers at [start, end); a row's tokens depend on its index only."""
+    rng = np.random.default_rng(seed)
+    position_S = np.arange(length)
+    mask = np.stack([(position_S >= starts[i]) & (position_S < ends[i]) for i in range(rows)])
+    result = {
+        "tokens_BxS": rng.integers(4, VOCAB, (rows, length)).astype(np.int32),
+        "loss_mask_BxS": mask,
+        "length_B": np.asarray(ends[:rows], np.int32),
+        "id_B": np.arange(rows, dtype=np.int32) + 100,
+        "epoch_B": np.zeros(rows, np.int32),
+    }
+    if features:
+        result["taps_BxSxTD"] = rng.normal(size=(rows, length, taps * HIDDEN)).astype(np.float32)
+        result["hidden_BxSxD"] = rng.normal(size=(rows, length, HIDDEN)).astype(np.float32)
+    return result
+
+
+class MemoryBatches:
+    """Samples drawn in an order that depends on the epoch; the position is all its state."""
+
+    def __init__(self, samples: dict[str, np.ndarray], batch_size: int, seed: int = 0):
+        self.samples, self.batch_size, self.seed, self.position = samples, batch_size, seed, 0
+        self.seen: list[int] = []
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        count = len(self.samples["length_B"])
+        rows = []
+        for i in range(self.position, self.position + self.batch_size):
+            epoch = i // count
+            rows.append((np.random.default_rng((self.seed, epoch)).permutation(count)[i % count], epoch))
+        self.position += self.batch_size
+        index = np.asarray([r for r, _ in rows])
+        result = {name: x[index] for name, x in self.samples.items()}
+        result["epoch_B"] = np.asarray([e for _, e in rows], np.int32)
+        self.seen += result["id_B"].tolist()
+        return result
+
+    def get_state(self) -> dict:
+        return {"position": self.position}
+
+    def set_state(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+def data(rows: int = 12, length: int = 24, batch_size: int = 4, features: bool = False) -> TrainingData:
+    rng = np.random.default_rng(7)
+    starts = rng.integers(2, length // 2, rows)
+    ends = rng.integers(length // 2 + 3, length + 1, rows)
+    samples = batch(7, rows, length, starts, ends, features)
+    counts_V = np.bincount(samples["tokens_BxS"][samples["loss_mask_BxS"]], minlength=VOCAB)
+    return TrainingData(MemoryBatches(samples, batch_size), counts_V, {"rows": rows, "length": length})
+
+
+def feed(batch_of_numpy: dict) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.asarray, batch_of_numpy)
