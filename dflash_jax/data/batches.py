@@ -1,0 +1,159 @@
+"""Batches for training: shuffled each epoch, fixed shapes, position exactly restorable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import ml_dtypes
+import numpy as np
+
+from dflash_jax.config import ConfigError
+from dflash_jax.data.features import FeatureStore
+from dflash_jax.data.responses import Sample
+
+Batch = dict[str, np.ndarray]
+
+
+def make_dataset(
+    samples: Sequence[Sample],
+    features: FeatureStore | None = None,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    num_epochs: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.MapDataset:
+    """The batches as a grain dataset; see `make_iterator`."""
+    if not samples:
+        raise ConfigError("there are no samples to train on: every one was filtered out, or the stores are empty")
+    if batch_size < 1 or seq_len < 2:
+        raise ConfigError(f"batch_size is {batch_size} and seq_len {seq_len}; they must be at least 1 and 2")
+    if num_epochs is not None and num_epochs < 1:
+        raise ConfigError(f"num_epochs is {num_epochs}, must be at least 1, or None for no end")
+    if not 0 <= process_index < process_count:
+        raise ConfigError(f"process_index is {process_index}, must lie in [0, {process_count})")
+    if features is not None:
+        for sample in samples:
+            if sample not in features:
+                features.read(sample)  # raises and names it, now and not after an hour
+    rows = _Rows(samples, features, seq_len)
+    dataset = grain.MapDataset.range(len(samples)).seed(seed).shuffle().repeat(num_epochs)
+    dataset = dataset.map_with_index(_WithEpoch(len(samples)))
+    if process_count > 1:
+        dataset = dataset[process_index::process_count]
+    return dataset.map(rows).batch(batch_size, drop_remainder=False, batch_fn=_Collate(batch_size))
+
+
+def make_iterator(
+    samples: Sequence[Sample],
+    features: FeatureStore | None = None,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    num_epochs: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+    prefetch: int = 4,
+    num_workers: int = 0,
+) -> grain.DatasetIterator:
+    """Batches of samples, every sample once an epoch, in an order that the seed and the epoch alone decide.
+
+    Epochs follow each other without a gap: a batch may hold the end of one and the start of the next. Rows longer
+    than seq_len keep their head. If the data end inside a batch, it is filled with rows of length 0.
+    `get_state()` gives a JSON-able position, `set_state()` returns to it exactly.
+
+    Args:
+      samples: what to iterate over; `id_B` is an index into it.
+      features: cached features of these samples, or None for a target that runs in the training step.
+      num_epochs: None: for ever.
+      process_index, process_count: this host's share: rows process_index, + process_count, ... of the global order.
+      prefetch: batches read ahead by threads.
+      num_workers: processes that read; 0: threads of this one.
+
+    Yields:
+      tokens_BxS int32, 0 behind a row's end; loss_mask_BxS bool; length_B, id_B, epoch_B int32; and with features
+      taps_BxSxTD, hidden_BxSxD bfloat16, 0 behind a row's end.
+
+    Raises:
+      ConfigError: a field out of range or no samples. StoreError: a sample without features.
+    """
+    dataset = make_dataset(
+        samples, features, batch_size=batch_size, seq_len=seq_len, seed=seed, num_epochs=num_epochs,
+        process_index=process_index, process_count=process_count,
+    )  # fmt: skip
+    read = grain.ReadOptions(num_threads=2 if prefetch else 0, prefetch_buffer_size=prefetch)
+    batches = dataset.to_iter_dataset(read)
+    if num_workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
+    return iter(batches)
+
+
+class _WithEpoch:
+    """index in the global stream, sample -> (sample, epoch)."""
+
+    def __init__(self, samples_per_epoch: int):
+        self._samples_per_epoch = samples_per_epoch
+
+    def __call__(self, index: int, sample: int) -> tuple[int, int]:
+        return int(sample), index // self._samples_per_epoch
+
+
+class _Rows:
+    """(sample, epoch) -> one padded row of a batch."""
+
+    def __init__(self, samples: Sequence[Sample], features: FeatureStore | None, seq_len: int):
+        self._samples, self._features, self._seq_len = samples, features, seq_len
+
+    def __call__(self, element: tuple[int, int]) -> dict[str, Any]:
+        index, epoch = element
+        sample = self._samples[index]
+        length = min(sample.length, self._seq_len)
+        row = {
+            "tokens": _padded(sample.token_S, self._seq_len),
+            "loss_mask": _padded(sample.loss_mask_S, self._seq_len),
+            "length": np.int32(length),
+            "id": np.int32(index),
+            "epoch": np.int32(epoch),
+        }
+        if self._features is not None:
+            taps_SxTD, hidden_SxD = self._features.read(sample)
+            row["taps"], row["hidden"] = _padded(taps_SxTD, self._seq_len), _padded(hidden_SxD, self._seq_len)
+        return row
+
+
+def _padded(x: np.ndarray, length: int) -> np.ndarray:
+    out = np.zeros((length, *x.shape[1:]), x.dtype)
+    kept = min(len(x), length)
+    out[:kept] = x[:kept]
+    return out
+
+
+_NAMES = {
+    "tokens": "tokens_BxS", "loss_mask": "loss_mask_BxS", "length": "length_B", "id": "id_B", "epoch": "epoch_B",
+    "taps": "taps_BxSxTD", "hidden": "hidden_BxSxD",
+}  # fmt: skip
+
+
+class _Collate:
+    """Rows -> batch; the last, incomplete batch of finite data is filled with rows that hold nothing."""
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        batch = {_NAMES[name]: np.stack([row[name] for row in rows]) for name in rows[0]}
+        empty = self._batch_size - len(rows)
+        if not empty:
+            return batch
+        padded = {k: np.concatenate([x, np.zeros((empty, *x.shape[1:]), x.dtype)]) for k, x in batch.items()}
+        padded["id_B"][len(rows) :] = -1
+        return padded
+
+
+# numpy knows bfloat16 only once this is imported, also in worker processes.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
