@@ -25,7 +25,7 @@ from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, TargetC
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.layers import dense
 from dflash_jax.models.target import Target
-from dflash_jax.training.step import target_features
+from dflash_jax.models.whole_rows import forward_rows
 
 
 def drafter_config(
@@ -112,7 +112,7 @@ def measure(
     def run(params: nnx.State, token_BxS: jax.Array) -> tuple[dict[int, jax.Array], list[tuple[jax.Array, jax.Array]]]:
         model = nnx.merge(target.graphdef, params)
         b, s = token_BxS.shape
-        taps = target_features(model, token_BxS, wanted).taps_BxMxTD.reshape(b, s, len(wanted), -1)
+        taps = forward_rows(model, token_BxS, wanted).taps_BxMxTD.reshape(b, s, len(wanted), -1)
         state = {layer: taps[:, :, i].astype(jnp.float32) for i, layer in enumerate(wanted)}
         rms = {layer: jnp.sqrt(jnp.mean(jnp.square(x), -1)) for layer, x in state.items()}
         state[-1] = model.embed(token_BxS)

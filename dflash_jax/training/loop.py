@@ -10,7 +10,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
+from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure, update_scale
 from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.metrics import MetricsWriter, summarise
@@ -43,34 +44,6 @@ from dflash_jax.training.step import (
     make_train_step,
     put_batch,
 )
-
-
-class BatchIterator(Protocol):
-    """Batches for ever, from a position that can be saved: what a Grain iterator is."""
-
-    def __next__(self) -> Mapping[str, np.ndarray]: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclasses.dataclass
-class TrainingData:
-    """What a run trains on.
-
-    Attributes:
-      batches: see `BatchIterator`; every batch has the same shapes:
-        tokens_BxS int32, loss_mask_BxS bool (answer tokens), length_B int32, id_B int32, epoch_B int32, and
-        either none or both of taps_BxSxTD and hidden_BxSxD (float16 or bfloat16: the target's tapped states
-        and its final normed state). Without them the step runs the target.
-      token_counts_V: how often each token is supervised in one epoch; needed to prune the draft vocabulary.
-      facts: JSON-able, what makes this data this data; a resumed run must have the same.
-    """
-
-    batches: BatchIterator
-    token_counts_V: np.ndarray | None
-    facts: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +123,13 @@ def train(
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
+    draft = _drafter_config(config, target)
     if data is None:
-        data = _open_data(config, target, workdir)
+        data = open_training_data(config.data, target, draft.target_layer_ids, workdir)
     if evaluate is None:
         evaluate = _open_evaluation(config, target)
 
     logging.info("== drafter")
-    draft = _drafter_config(config, target)
     step_config = StepConfig(
         block_size=draft.block_size, loss=from_config_dict(LossConfig, config.loss), **config.step.to_dict()
     )
@@ -175,7 +148,9 @@ def train(
     latest = checkpoints.latest
     if latest is None:
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
-        draft_to_target = _draft_vocabulary(config, target, data, workdir)
+        draft_to_target = choose_draft_vocabulary(data.samples, config.drafter.draft_vocab_size, target)
+        if draft_to_target is not None:
+            write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
         statistics = _measure(config, target, draft, data.batches)
     else:
         facts = checkpoints.facts(latest)
@@ -334,47 +309,12 @@ def _measure(config: ConfigDict, target: Target, draft: DrafterConfig, batches: 
     )  # fmt: skip
 
 
-def _draft_vocabulary(
-    config: ConfigDict, target: Target, data: TrainingData, workdir: pathlib.Path
-) -> np.ndarray | None:
-    size, vocab = config.drafter.draft_vocab_size, target.config.vocab_size
-    if not size or size >= vocab:
-        return None
-    if data.token_counts_V is None:
-        raise ConfigError("drafter.draft_vocab_size needs the token counts of the data, which were not given")
-    ids_U = draft_vocabulary(data.token_counts_V, size, target.eos_token_ids)
-    write_draft_vocab(workdir, ids_U, vocab)
-    covered = data.token_counts_V[ids_U].sum() / max(data.token_counts_V.sum(), 1)
-    logging.info("draft vocabulary: %d of %d ids, %.2f %% of supervised tokens", size, vocab, 100 * covered)
-    return ids_U
-
-
-def draft_vocabulary(count_V: np.ndarray, size: int, always: tuple[int, ...] = ()) -> np.ndarray:
-    """The ids [size] a drafter may propose, ascending: `always`, then the most frequent, ties to the lower id.
-
-    Ids of byte-pair tokenizers are roughly in the order of frequency in their training text, so unseen ids
-    fill the rest from below.
-    """
-    if not 0 < size <= len(count_V):
-        raise ConfigError(f"draft_vocab_size is {size}, must lie in (0, {len(count_V)}]")
-    rank_V = np.asarray(count_V, np.float64).copy()
-    rank_V[list(always)] = np.inf
-    order_V = np.argsort(-rank_V, kind="stable")
-    return np.sort(order_V[:size]).astype(np.int32)
-
-
 def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.Mesh | None) -> jax.Array | None:
     if draft_to_target is None:
         return None
     inverse_V = np.full((vocab,), -1, np.int32)
     inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
     return jax.device_put(inverse_V, None if mesh is None else sharding.replicated(mesh))
-
-
-def _open_data(config: ConfigDict, target: Target, workdir: pathlib.Path) -> TrainingData:
-    from dflash_jax.data.batches import open_training_data
-
-    return open_training_data(config.data, target, workdir)
 
 
 def _open_evaluation(config: ConfigDict, target: Target) -> Evaluate | None:

@@ -15,9 +15,7 @@ from jax.sharding import Mesh
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_jax.drafters.contract import SharedWeights
-from dflash_jax.kernels.kv_cache import KVCache
-from dflash_jax.models.attention import causal
-from dflash_jax.models.transformer import Forward
+from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training.anchors import decay_weights, gather_rows, sample_anchors, slot_labels
 from dflash_jax.training.block_forward import block_forward
 from dflash_jax.training.losses import HeadMath, LossConfig, LossSums, block_loss
@@ -181,20 +179,6 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
     return {name: jax.device_put(x, batch_sharding(mesh, x)) for name, x in batch.items()}
 
 
-def target_features(target: nnx.Module, token_BxS: jax.Array, tap_ids: tuple[int, ...]) -> Forward:
-    """The target over whole rows from position 0, nothing cached: taps and final hidden states.
-
-    Padding behind a row's length is harmless: attention is causal.
-    """
-    b, s = token_BxS.shape
-    config: TargetConfig = target.config
-    # One row that no one sees (length 0): attention wants a context of at least one.
-    empty = jnp.zeros((b, config.num_kv_heads, 1, config.head_dim), target.embedding_VxD.dtype)
-    nothing = KVCache((empty,) * config.num_layers, (empty,) * config.num_layers, None, jnp.zeros((b,), jnp.int32))
-    position_BxS = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32)[None], (b, s))
-    return target(token_BxS, position_BxS, nothing, causal(s), tap_ids)
-
-
 LossFunction = Callable[[nnx.State, jax.Array, Frozen, dict[str, jax.Array]], LossSums]
 
 
@@ -253,7 +237,7 @@ def make_loss(
         if frozen.target is None or target_graphdef is None:
             raise ConfigError("the batch has no taps_BxSxTD and the step no target to compute them with")
         target = nnx.merge(target_graphdef, jax.lax.stop_gradient(frozen.target))
-        result = target_features(target, batch["tokens_BxS"], drafter_config.target_layer_ids)
+        result = forward_rows(target, batch["tokens_BxS"], drafter_config.target_layer_ids)
         return jax.lax.stop_gradient((result.taps_BxMxTD, result.hidden_BxMxD))
 
     return loss

@@ -6,9 +6,10 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.data.responses import Sample
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import random_target
-from dflash_jax.training.loop import TrainingData
+from dflash_jax.training.corpus import TrainingData
 
 VOCAB, HIDDEN, MASK = 48, 16, 3
 
@@ -91,8 +92,11 @@ def data(rows: int = 12, length: int = 24, batch_size: int = 4, features: bool =
     starts = rng.integers(2, length // 2, rows)
     ends = rng.integers(length // 2 + 3, length + 1, rows)
     samples = batch(7, rows, length, starts, ends, features)
-    counts_V = np.bincount(samples["tokens_BxS"][samples["loss_mask_BxS"]], minlength=VOCAB)
-    return TrainingData(MemoryBatches(samples, batch_size), counts_V, {"rows": rows, "length": length})
+    listed = [
+        Sample(str(i), samples["tokens_BxS"][i, :end], samples["loss_mask_BxS"][i, :end])
+        for i, end in enumerate(samples["length_B"])
+    ]
+    return TrainingData(MemoryBatches(samples, batch_size), listed, {"rows": rows, "length": length})
 
 
 def feed(batch_of_numpy: dict) -> dict[str, jax.Array]:

@@ -1,0 +1,166 @@
+"""From a config's `data` section to batches: prompts, the target's answers, features, iterator.
+
+Every stage lies on disk under the data directory and is only continued, never repeated: a killed run takes
+up where it stopped, and a second run on the same directory begins to train at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from absl import logging
+
+from dflash_jax.config import ConfigError, from_config_dict
+from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.features import compute_features
+from dflash_jax.data.prompts import mixture
+from dflash_jax.data.regenerate import regenerate, store_natural
+from dflash_jax.data.responses import ResponseStore, Sample, read_samples
+from dflash_jax.data.vocabulary import draft_vocabulary
+from dflash_jax.models.target import Target
+
+
+class BatchIterator(Protocol):
+    """Batches for ever, from a position that can be saved: what a Grain iterator is."""
+
+    def __next__(self) -> Mapping[str, np.ndarray]: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass
+class TrainingData:
+    """What a run trains on.
+
+    Attributes:
+      batches: see `BatchIterator`; every batch has the same shapes:
+        tokens_BxS int32, loss_mask_BxS bool (answer tokens), length_B int32, id_B int32, epoch_B int32, and
+        either none or both of taps_BxSxTD and hidden_BxSxD (float16 or bfloat16: the target's tapped states
+        and its final normed state). Without them the step runs the target.
+      samples: what the batches are made of; the draft vocabulary is chosen from them.
+      facts: JSON-able, what makes this data this data; a resumed run must have the same.
+    """
+
+    batches: BatchIterator
+    samples: Sequence[Sample]
+    facts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerConfig:
+    """Prompts that the target answers, into a store of their own.
+
+    Attributes:
+      prompts: how many of each source (see `dflash_jax.data.prompts`).
+      batch_size: rows decoded together. Other fields: see `dflash_jax.data.regenerate.regenerate`.
+    """
+
+    prompts: Mapping[str, int]
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    batch_size: int = 16
+    max_prompt_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The `data` section.
+
+    Attributes:
+      batch_size, seq_len: rows of a batch and tokens of a row; longer samples keep their head.
+      answers: {store name: fields of `AnswerConfig`}.
+      natural: how many finished conversations of each source are taken as they are.
+      stores: folders of further response stores, made before.
+      directory: where stores and features lie; "" is `data` in the workdir.
+      features: cache taps and final states on disk (cheap steps); False runs the target in every step (no disk,
+        the choice when the target is large and the accelerator fast).
+      seed: of prompts and of the order of samples.
+    """
+
+    batch_size: int
+    seq_len: int
+    answers: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    natural: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stores: Sequence[str] = ()
+    directory: str = ""
+    features: bool = True
+    seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.answers or self.natural or self.stores):
+            raise ConfigError("data has neither answers, natural nor stores: there is nothing to train on")
+
+
+def open_training_data(
+    values: Mapping[str, Any], target: Target, tap_ids: Sequence[int], workdir: pathlib.Path
+) -> TrainingData:
+    """Makes what is missing of answers and features, and opens the batches.
+
+    Args:
+      values: the `data` section of a config; see `DataConfig`.
+      tap_ids: target layers whose states the drafter reads.
+    """
+    config = from_config_dict(DataConfig, values)
+    directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
+    stores = [pathlib.Path(path) for path in config.stores]
+    for name, fields in config.answers.items():
+        answers = from_config_dict(AnswerConfig, fields)
+        options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
+        stores.append(directory / name)
+        prompts = mixture(answers.prompts, config.seed)
+        report = regenerate(
+            target, prompts, stores[-1], chat_template_kwargs=config.chat_template_kwargs, **options
+        )  # fmt: skip
+        logging.info("answers %r: %s", name, report)
+    if config.natural:
+        stores.append(directory / "natural")
+        prompts = mixture(config.natural, config.seed)
+        report = store_natural(
+            target, prompts, stores[-1], chat_template_kwargs=config.chat_template_kwargs
+        )  # fmt: skip
+        logging.info("natural text: %s", report)
+
+    samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
+    supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
+    logging.info("%d samples, %d supervised tokens", len(samples), supervised)
+    features = compute_features(target, samples, directory / "features", tap_ids) if config.features else None
+    batches = make_iterator(
+        samples, features, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+    )  # fmt: skip
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(np.ascontiguousarray(sample.token_S, "<i4").tobytes())
+    facts = {
+        "samples": len(samples),
+        "tokens_sha256": digest.hexdigest()[:16],
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+        "processes": jax.process_count(),
+    }
+    return TrainingData(batches, samples, facts)
+
+
+def choose_draft_vocabulary(samples: Sequence[Sample], size: int, target: Target) -> np.ndarray | None:
+    """Target ids a drafter may propose, ascending; None for the whole vocabulary (size 0 or the target's)."""
+    if not size or size == target.config.vocab_size:
+        return None
+    chosen = draft_vocabulary(samples, size, target.config.vocab_size, target.eos_token_ids)
+    logging.info(
+        "draft vocabulary: %d ids, %d of them seen, %.2f %% of supervised tokens", size, chosen.seen,
+        100 * chosen.coverage,
+    )  # fmt: skip
+    return chosen.draft_to_target_U
