@@ -28,7 +28,7 @@ def warp_reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
 
 
 def chi_square(observed: np.ndarray, expected_probs: np.ndarray) -> float:
-    """p-value of counts against a law. Cells that expect fewer than 5 are pooled; a count where the law is 0 is fatal."""
+    """p-value of counts against a law; 0 if something came that the law forbids. Pools cells that expect below 5."""
     observed, probs = np.ravel(observed).astype(np.float64), np.ravel(expected_probs).astype(np.float64)
     if observed[probs == 0].any():
         return 0.0

@@ -66,18 +66,18 @@ def test_top_p_keeps_the_crossing_token_and_no_more():
 
 VOCAB = 3 * sampling.CANDIDATES // 2
 WIDE = [  # rules whose cut lies behind the ranked candidates, and rules whose cut does not
-    dict(temperature=1.0, top_k=sampling.CANDIDATES + 100),
-    dict(temperature=1.0, top_k=3),
-    dict(temperature=50.0, top_p=0.9),
-    dict(temperature=0.1, top_p=0.9),
-    dict(temperature=50.0, top_k=VOCAB - 1, top_p=0.999),
-    dict(temperature=1.0),
-    dict(temperature=0.0, top_k=3, top_p=0.1),
+    {"temperature": 1.0, "top_k": sampling.CANDIDATES + 100},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 50.0, "top_p": 0.9},
+    {"temperature": 0.1, "top_p": 0.9},
+    {"temperature": 50.0, "top_k": VOCAB - 1, "top_p": 0.999},
+    {"temperature": 1.0},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.1},
 ]
 
 
 def wide_sampling(rules):
-    fields = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return make_sampling(
         len(rules), **{name: [r.get(name, default) for r in rules] for name, default in fields.items()}
     )
@@ -162,7 +162,7 @@ def test_lowest_argmax_is_argmax_with_the_lowest_id(dtype):
 def test_filters_that_are_off_change_no_bit():
     logits = np.random.default_rng(5).normal(size=(1, 2, 24)).astype(np.float32)
     plain = np.asarray(jit_warp(logits, make_sampling(1, 0.7)))
-    for rule in (dict(top_k=-1), dict(top_k=24), dict(top_k=2**40), dict(top_p=1.0), dict(min_p=0.0)):
+    for rule in ({"top_k": -1}, {"top_k": 24}, {"top_k": 2**40}, {"top_p": 1.0}, {"min_p": 0.0}):
         np.testing.assert_array_equal(jit_warp(logits, make_sampling(1, 0.7, **rule)), plain)
 
 
@@ -182,22 +182,22 @@ def test_make_sampling_takes_numbers_lists_and_arrays():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (dict(temperature=-0.1), r"temperature of row 0 is -0\.1, must be .*0 decodes greedily"),
-        (dict(temperature=[1.0, float("nan")]), r"temperature of row 1 is nan"),
-        (dict(temperature=float("inf")), r"temperature of row 0 is inf, must be a finite number"),
-        (dict(temperature=1e300), r"temperature of row 0 is 1e\+300"),
-        (dict(temperature="0.5"), r"temperature of row 0 is '0\.5'"),
-        (dict(temperature=None), r"temperature of row 0 is None"),
-        (dict(temperature=True), r"temperature of row 0 is True"),
-        (dict(temperature=[1.0]), r"temperature has 1 values for 2 rows"),
-        (dict(temperature=[[1.0], [1.0]]), r"temperature of row 0 is \[1\.0\]"),
-        (dict(top_k=2.5), r"top_k of row 0 is 2\.5, must be a whole number; 0 or -1"),
-        (dict(top_k=[1, 2, 3]), r"top_k has 3 values for 2 rows"),
-        (dict(top_p=0.0), r"top_p of row 0 is 0\.0, must be in \(0, 1\].*top_k=1"),
-        (dict(top_p=[1.0, 1.2]), r"top_p of row 1 is 1\.2"),
-        (dict(top_p=float("nan")), r"top_p of row 0 is nan"),
-        (dict(min_p=-0.01), r"min_p of row 0 is -0\.01, must be in \[0, 1\]"),
-        (dict(min_p=1.01), r"min_p of row 0 is 1\.01"),
+        ({"temperature": -0.1}, r"temperature of row 0 is -0\.1, must be .*0 decodes greedily"),
+        ({"temperature": [1.0, float("nan")]}, r"temperature of row 1 is nan"),
+        ({"temperature": float("inf")}, r"temperature of row 0 is inf, must be a finite number"),
+        ({"temperature": 1e300}, r"temperature of row 0 is 1e\+300"),
+        ({"temperature": "0.5"}, r"temperature of row 0 is '0\.5'"),
+        ({"temperature": None}, r"temperature of row 0 is None"),
+        ({"temperature": True}, r"temperature of row 0 is True"),
+        ({"temperature": [1.0]}, r"temperature has 1 values for 2 rows"),
+        ({"temperature": [[1.0], [1.0]]}, r"temperature of row 0 is \[1\.0\]"),
+        ({"top_k": 2.5}, r"top_k of row 0 is 2\.5, must be a whole number; 0 or -1"),
+        ({"top_k": [1, 2, 3]}, r"top_k has 3 values for 2 rows"),
+        ({"top_p": 0.0}, r"top_p of row 0 is 0\.0, must be in \(0, 1\].*top_k=1"),
+        ({"top_p": [1.0, 1.2]}, r"top_p of row 1 is 1\.2"),
+        ({"top_p": float("nan")}, r"top_p of row 0 is nan"),
+        ({"min_p": -0.01}, r"min_p of row 0 is -0\.01, must be in \[0, 1\]"),
+        ({"min_p": 1.01}, r"min_p of row 0 is 1\.01"),
     ],
 )
 def test_make_sampling_refuses_by_name(rule, message):
