@@ -6,6 +6,8 @@ a tree (ancestors): only the in-block visibility differs.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -40,20 +42,32 @@ def paged_block_attention(
       page_table_BxT: pages of each row in order; None when page b is row b's whole space (P == B).
       implementation: None chooses by platform: the Pallas kernel on TPU, the jnp reference elsewhere.
         "reference", "pallas" and "pallas_interpret" (the kernel on any platform, slowly) name one.
-      mesh: what the Pallas kernel is mapped over; None takes the mesh of the surrounding `jax.set_mesh`,
-        if any. The reference is partitioned by XLA and needs none.
+      mesh: what the Pallas kernel is mapped over (see `block_attention_mesh`); None takes the mesh of the
+        surrounding `jax.set_mesh`, if any. The reference is partitioned by XLA and needs none.
 
     The other arguments and the result are those of `block_attention`.
     """
     mesh = dispatch.context_mesh(mesh)
     chosen = dispatch.choose(implementation, mesh)
-    if chosen != dispatch.REFERENCE:
-        raise NotImplementedError(f"implementation {chosen!r}")
-    return block_attention(
-        q_BxMxNxH, gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxH, page_table_BxT),
-        k_block_BxGxMxH, v_block_BxGxMxH,
-        length_B=length_B, position_BxM=position_BxM, visibility=visibility, window=window, scale=scale,
+    if chosen == dispatch.REFERENCE:
+        return block_attention(
+            q_BxMxNxH, gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxH, page_table_BxT),
+            k_block_BxGxMxH, v_block_BxGxMxH,
+            length_B=length_B, position_BxM=position_BxM, visibility=visibility, window=window, scale=scale,
+        )  # fmt: skip
+    # Imported where it is used: programs without the kernel start without Pallas.
+    from dflash_jax.kernels.block_attention_mesh import map_over_mesh
+    from dflash_jax.kernels.block_attention_pallas import paged_block_attention_pallas
+
+    kernel = functools.partial(
+        paged_block_attention_pallas,
+        window=window, scale=scale, interpret=chosen == dispatch.PALLAS_INTERPRET,
     )  # fmt: skip
+    arrays = (
+        q_BxMxNxH, k_PxGxSxH, v_PxGxSxH, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxH,
+        length_B, position_BxM, visibility,
+    )  # fmt: skip
+    return map_over_mesh(kernel, mesh, *arrays) if dispatch.needs_mapping(mesh) else kernel(*arrays)
 
 
 def block_attention(

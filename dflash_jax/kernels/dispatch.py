@@ -1,9 +1,11 @@
-"""Which implementation of a kernel runs, and on which mesh: decided while tracing, never while running."""
+"""Which implementation of a kernel runs, and over which mesh: decided while tracing, never while running."""
 
 from __future__ import annotations
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from dflash_jax import sharding
 
 REFERENCE = "reference"
 PALLAS = "pallas"
@@ -31,11 +33,25 @@ def choose(implementation: str | None, mesh: Mesh | AbstractMesh | None = None) 
 
 
 def context_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
-    """`mesh`, or else the mesh of the surrounding `jax.set_mesh`, or None."""
-    if mesh is not None:
-        return mesh
-    mesh = jax.sharding.get_abstract_mesh()
+    """`mesh`, or else the mesh that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` set, or None."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
+
+
+def needs_mapping(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Whether a kernel must be mapped over the mesh by hand, because XLA can not partition it.
+
+    Not where there is one device, nor inside a `shard_map`, where the arrays are one device's already.
+    """
+    return mesh is not None and mesh.size > 1 and AxisType.Manual not in mesh.axis_types
+
+
+def mesh_axis(mesh: Mesh | AbstractMesh, logical: str, *sizes: int) -> str | None:
+    """The mesh axis to cut dimensions of these sizes along; None where one does not divide evenly."""
+    name = sharding.RULES[logical]
+    parts = mesh.shape.get(name, 1)
+    return name if parts > 1 and all(size % parts == 0 for size in sizes) else None
 
 
 def _platform(mesh: Mesh | AbstractMesh | None) -> str:
