@@ -18,6 +18,8 @@ from dflash_jax.config import ConfigError
 
 # Private-use characters: no tokenizer has them as tokens of their own, no template prints them.
 _SPAN_START, _SPAN_END = "\U0010fffa", "\U0010fffb"
+# Hugging Face passes these as null rather than leaving them out, and templates compare them with none.
+_UNSET = {"tools": None, "documents": None}
 _ALWAYS = ("messages", "add_generation_prompt")
 
 
@@ -51,6 +53,10 @@ class ChatTemplate:
       source: the Jinja source.
       special_tokens: variables that every rendering sees, such as bos_token and eos_token.
 
+    Attributes:
+      options: the variables that the template reads beyond those that every rendering has.
+      marks_generation: whether it marks what the assistant wrote (`{% generation %}`).
+
     Raises:
       ConfigError: the source is no valid template.
     """
@@ -66,16 +72,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            syntax = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is no valid Jinja: {error}") from error
         known = set(_ALWAYS) | set(self._special_tokens) | set(environment.globals)
-        self.options = frozenset(variables - known)
-        self.marks_generation = _SPAN_START in self._mark_probe(environment)
-
-    def _mark_probe(self, environment: jinja2.Environment) -> str:
-        nodes = environment.parse(self.source).find_all(jinja2.nodes.TemplateData)
-        return "".join(node.data for node in nodes)
+        self.options = frozenset(jinja2.meta.find_undeclared_variables(syntax) - known)
+        self.marks_generation = any(node.data == _SPAN_START for node in syntax.find_all(jinja2.nodes.TemplateData))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **options: Any
@@ -99,8 +101,7 @@ class ChatTemplate:
             marked = self._template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **options,
+                **{**_UNSET, **self._special_tokens, **options},
             )
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(f"the chat template can not render these messages: {error}") from error

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from golden_cases import CASES, GOLDEN, golden_json
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.load_target import load_target
@@ -23,7 +24,6 @@ from dflash_jax.kernels.kv_cache import KVCache, abstract_layers, advance, write
 from dflash_jax.models.attention import causal
 from dflash_jax.models.target import Target
 from dflash_jax.models.transformer import Transformer, layer_specs
-from golden_cases import CASES, GOLDEN, golden_json
 
 FAMILIES = ("llama3_rope", "llama_linear", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3", "qwen3_yarn")
 TOLERANCE = 1e-4
