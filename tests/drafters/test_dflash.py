@@ -48,6 +48,33 @@ def draft(graphdef, params, shared, cache, token_BxK) -> tuple[jax.Array, jax.Ar
     return hidden_BxKxD, module.logits(shared, hidden_BxKxD)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def layer_outputs(graphdef, params, shared, cache, token_BxK) -> list[jax.Array]:
+    """Hidden states after each layer: the drafter cut there, without its last norm."""
+    outputs = []
+    for i in range(nnx.merge(graphdef, params).config.num_layers):
+        module = nnx.merge(graphdef, params)
+        module.layers = nnx.List(list(module.layers)[: i + 1])
+        module.norm = lambda x: x
+        outputs.append(module.block_hidden(shared, cache, token_BxK))
+    return outputs
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7))
+def propose(graphdef, params, shared, cache, root_B, temperature_B, key_B, block_size):
+    """The drafter's propose, and the whole-block logits it starts from."""
+    module = nnx.merge(graphdef, params)
+    hidden_BxKxD = module.block_hidden(shared, cache, module.block_tokens(root_B, block_size))
+    draft = module.propose(shared, cache, root_B, temperature_B, key_B, block_size)
+    return draft, hidden_BxKxD, module.logits(shared, hidden_BxKxD)
+
+
+def propose_with(drafter: Drafter, root_B, temperature_B=None, key_B=None, block_size=4, cache=None):
+    root_B = jnp.asarray(root_B, jnp.int32)
+    cache = empty_cache(drafter.config, root_B.shape[0]) if cache is None else cache
+    return propose(drafter.graphdef, drafter.params, drafter.shared, cache, root_B, temperature_B, key_B, block_size)
+
+
 def run(drafter: Drafter, taps_BxMxTD, token_BxK, count_B=None, cache=None):
     taps_BxMxTD = jnp.asarray(taps_BxMxTD)
     b, m = taps_BxMxTD.shape[:2]
@@ -75,12 +102,10 @@ def test_parity_with_the_reference(name):
 def test_parity_of_every_layer(name):
     _, drafter, golden = load_golden(name)
     _, _, cache = run(drafter, golden["draft.target_hidden_concat"], golden["draft.block_ids"])
-    for i in range(drafter.config.num_layers):
-        # The drafter cut after layer i, without its last norm.
-        module = nnx.merge(drafter.graphdef, drafter.params)
-        module.layers = nnx.List(list(module.layers)[: i + 1])
-        module.norm = lambda x: x
-        out = module.block_hidden(drafter.shared, cache, jnp.asarray(golden["draft.block_ids"], jnp.int32))
+    block = jnp.asarray(golden["draft.block_ids"], jnp.int32)
+    outputs = layer_outputs(drafter.graphdef, drafter.params, drafter.shared, cache, block)
+    assert len(outputs) == 2
+    for i, out in enumerate(outputs):
         np.testing.assert_allclose(out, golden[f"draft.layer{i}_out"], atol=TOLERANCE, rtol=0, err_msg=f"layer {i}")
 
 
@@ -258,11 +283,8 @@ def test_b27_block_embeddings_and_draft_logits_follow_the_target():
 def test_b27_drawn_proposals_carry_the_capped_law():
     target = tiny_target(final_logit_softcap=2.0)
     drafter = random_drafter(tiny_config(layer_types=(FULL,)), target, seed=1)
-    module = nnx.merge(drafter.graphdef, drafter.params)
-    cache = empty_cache(drafter.config)
-    root = jnp.array([5])
-    proposal = module.propose(drafter.shared, cache, root, jnp.array([0.7]), jax.random.split(jax.random.key(0), 1), 4)
-    hidden = module.block_hidden(drafter.shared, cache, jnp.array([[5, 23, 23, 23]]))
+    keys = jax.random.split(jax.random.key(0), 1)
+    proposal, hidden, _ = propose_with(drafter, [5], jnp.array([0.7]), keys)
     raw = np.asarray(hidden[:, 1:]) @ np.asarray(drafter.shared.head_DxV)
     expected = jax.nn.softmax(2.0 * np.tanh(raw / 2.0) / 0.7, axis=-1)
     np.testing.assert_allclose(proposal.proposal_BxMxV[:, 1:], expected, atol=1e-5)
@@ -286,24 +308,18 @@ def pruned_drafter() -> Drafter:
 
 def test_b35_pruned_drafts_are_target_ids():
     drafter = pruned_drafter()
-    module = nnx.merge(drafter.graphdef, drafter.params)
-    cache = empty_cache(drafter.config)
-    hidden = module.block_hidden(drafter.shared, cache, jnp.array([[5, 23, 23, 23]]))
-    whole = module.logits(shared_weights(tiny_target()), hidden)
-    pruned = module.logits(drafter.shared, hidden)
+    proposal, hidden, pruned = propose_with(drafter, [5])
+    whole = np.asarray(hidden) @ np.asarray(shared_weights(tiny_target()).head_DxV)
     assert pruned.shape == (1, 4, 4)
-    np.testing.assert_allclose(pruned, whole[..., USED_IDS], atol=1e-6)
-    proposal = module.propose(drafter.shared, cache, jnp.array([5]), None, None, 4)
-    expected = USED_IDS[np.argmax(np.asarray(whole)[0, 1:][:, USED_IDS], axis=-1)]
+    np.testing.assert_allclose(pruned, whole[..., USED_IDS], atol=1e-5)
+    expected = USED_IDS[np.argmax(whole[0, 1:][:, USED_IDS], axis=-1)]
     assert proposal.token_BxM.tolist() == [[5, *expected]] and proposal.proposal_BxMxV is None
 
 
 def test_b35_a_drawn_law_is_over_the_whole_vocabulary():
     drafter = pruned_drafter()
-    module = nnx.merge(drafter.graphdef, drafter.params)
-    root, temperature = jnp.array([5, 7]), jnp.array([1.0, 0.0])
     keys = jax.random.split(jax.random.key(1), 2)
-    proposal = module.propose(drafter.shared, empty_cache(drafter.config, 2), root, temperature, keys, 4)
+    proposal, _, _ = propose_with(drafter, [5, 7], jnp.array([1.0, 0.0]), keys)
     law = np.asarray(proposal.proposal_BxMxV)[:, 1:]
     assert law.shape == (2, 3, 24)
     np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
@@ -317,13 +333,9 @@ def test_b35_a_drawn_law_is_over_the_whole_vocabulary():
 
 def test_drawn_tokens_follow_the_law_they_carry():
     drafter = pruned_drafter()
-    module = nnx.merge(drafter.graphdef, drafter.params)
     rows = 4096
     keys = jax.random.split(jax.random.key(5), rows)
-    cache = empty_cache(drafter.config, rows)
-    proposal = jax.jit(lambda cache, keys: module.propose(
-        drafter.shared, cache, jnp.full((rows,), 5), jnp.full((rows,), 1.3), keys, 4
-    ))(cache, keys)  # fmt: skip
+    proposal, _, _ = propose_with(drafter, np.full(rows, 5), jnp.full((rows,), 1.3), keys)
     for slot in (1, 2, 3):
         counts = np.bincount(np.asarray(proposal.token_BxM[:, slot]), minlength=24)[USED_IDS]
         expected = np.asarray(proposal.proposal_BxMxV[0, slot])[USED_IDS] * rows
@@ -334,12 +346,11 @@ def test_drawn_tokens_follow_the_law_they_carry():
 def test_a_shorter_block_is_the_block_of_that_length():
     """A run-time block below the trained size gives what a drafter sees with that many masks."""
     _, drafter, golden = load_golden("tr_qwen3_full_a")
-    module = nnx.merge(drafter.graphdef, drafter.params)
     _, _, cache = run(drafter, golden["draft.target_hidden_concat"], golden["draft.block_ids"])
-    root = jnp.asarray(golden["draft.block_ids"][:, 0], jnp.int32)
-    short = module.propose(drafter.shared, cache, root, None, None, 2)
-    _, logits = draft(drafter.graphdef, drafter.params, drafter.shared, cache, module.block_tokens(root, 2))
-    assert short.token_BxM.tolist() == [[int(root[0]), int(logits[0, 1].argmax())]]
+    root = int(golden["draft.block_ids"][0, 0])
+    short, _, _ = propose_with(drafter, [root], block_size=2, cache=cache)
+    _, logits = draft(drafter.graphdef, drafter.params, drafter.shared, cache, jnp.array([[root, 95]]))
+    assert short.token_BxM.tolist() == [[root, int(logits[0, 1].argmax())]]
 
 
 def test_a_drafter_may_run_in_another_dtype_than_its_target():
