@@ -95,7 +95,7 @@ def harvest(
       limits: sizes.
 
     Raises:
-      ModuleNotFoundError: a root is not installed.
+      ModuleNotFoundError: a root is not installed. NotADirectoryError: a path is no folder.
     """
     found = _harvest(tuple(roots) or installed_roots(), human_eval() if held_out is None else held_out, limits)
     return tuple(sorted(found, key=lambda f: stable_hash(f"{seed}:{f.id}")))
@@ -111,7 +111,8 @@ def _harvest(roots: tuple[str, ...], held_out: HeldOut, limits: Limits) -> tuple
     found: dict[str, CodeFunction] = {}
     for root in roots:
         for path in _files(root):
-            for function in functions_in(path.read_text(encoding="utf-8", errors="ignore"), root, limits):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            for function in functions_in(text, pathlib.Path(root).name, limits):
                 if function.name in held_out.names or held_out.overlaps(function.source):
                     continue
                 found.setdefault(function.id, function)
@@ -121,6 +122,12 @@ def _harvest(roots: tuple[str, ...], held_out: HeldOut, limits: Limits) -> tuple
 def _files(root: str) -> Iterator[pathlib.Path]:
     if root == STDLIB:
         top = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    elif "/" in root:
+        top = pathlib.Path(root)
+        if not top.is_dir():
+            raise NotADirectoryError(
+                f"code prompt root {root!r} is no folder; give a package name or a folder of sources"
+            )
     else:
         spec = importlib.util.find_spec(root)
         if spec is None:
@@ -134,6 +141,8 @@ def _files(root: str) -> Iterator[pathlib.Path]:
         top = pathlib.Path(next(iter(spec.submodule_search_locations)))
     for path in sorted(top.rglob("*.py")):
         inside = path.relative_to(top)
+        if not NOT_A_CORPUS.isdisjoint(inside.parts[:1]):
+            continue
         if _SKIPPED_FOLDERS.isdisjoint(inside.parts[:-1]) and not inside.name.startswith(("test_", "conftest")):
             yield path
 
@@ -185,7 +194,7 @@ def _function(
     line, typing_names = signature
     imports = f"from typing import {', '.join(typing_names)}\n\n\n" if typing_names else ""
     key = stable_hash(re.sub(r"\s+", " ", f"{line} {description}".lower()))
-    stub = f"{imports}{line}\n{_docstring(description, key)}"
+    stub = f"{imports}{line}\n{docstring_source(description, key)}"
     source = f"{stub}\n{body}"
     try:
         with warnings.catch_warnings():
@@ -268,7 +277,7 @@ def _cut_examples(examples: list[str], limit: int) -> list[str]:
     return shown if sum(map(len, shown)) < 500 else []
 
 
-def _docstring(description: str, key: int) -> str:
+def docstring_source(description: str, key: int) -> str:
     """The docstring as source, in one of the four layouts that occur in HumanEval, chosen by the key."""
     quotes = "'''" if key % 10 == 0 and "'''" not in description else '"""'
     opening = (" ", "", "", "\n    ")[key // 10 % 4]

@@ -11,10 +11,10 @@ import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from dflash_jax.data import code_prompts, templates
-from dflash_jax.data.code_prompts import stable_hash
+from dflash_jax.data import code_prompts, code_tasks, templates
+from dflash_jax.data.code_prompts import CodeFunction, stable_hash
 
 Split = Literal["train", "heldout"]
 Message = Mapping[str, str]
@@ -56,17 +56,37 @@ def side(key: str) -> Split:
 
 def code(seed: int, limit: int | None, split: Split, roots: Iterable[str] = ()) -> Iterator[Prompt]:
     """Stubs of installed functions (HumanEval kept out); functions of one name are on one side of the split."""
-    functions = (f for f in code_prompts.harvest(tuple(roots), seed) if side(f.name) == split)
-    for f in itertools.islice(functions, limit):
-        yield Prompt(f"code:{f.id}", (code_message(f.stub),), "code")
+    return _stubs("code", code_prompts.harvest(tuple(roots), seed), limit, split)
 
 
 def code_natural(seed: int, limit: int | None, split: Split, roots: Iterable[str] = ()) -> Iterator[Prompt]:
     """The same stubs with the true function as the answer, fenced as a chat model would write it."""
-    functions = (f for f in code_prompts.harvest(tuple(roots), seed) if side(f.name) == split)
-    for f in itertools.islice(functions, limit):
+    return _solved("code_natural", code_prompts.harvest(tuple(roots), seed), limit, split)
+
+
+def tasks(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Stubs of small programming tasks with examples, written from parts; HumanEval kept out."""
+    return _stubs("tasks", _shuffled_tasks(seed), limit, split)
+
+
+def tasks_natural(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """The same tasks with a solution as the answer."""
+    return _solved("tasks_natural", _shuffled_tasks(seed), limit, split)
+
+
+def _shuffled_tasks(seed: int) -> list[CodeFunction]:
+    return sorted(code_tasks.tasks(seed), key=lambda f: stable_hash(f"{seed}:{f.id}"))
+
+
+def _stubs(source: str, functions: Iterable[CodeFunction], limit: int | None, split: Split) -> Iterator[Prompt]:
+    for f in itertools.islice((f for f in functions if side(f.name) == split), limit):
+        yield Prompt(f"{source}:{f.id}", (code_message(f.stub),), source)
+
+
+def _solved(source: str, functions: Iterable[CodeFunction], limit: int | None, split: Split) -> Iterator[Prompt]:
+    for f in itertools.islice((f for f in functions if side(f.name) == split), limit):
         answer = {"role": "assistant", "content": CODE_ANSWER.format(source=f.source)}
-        yield Prompt(f"code_natural:{f.id}", (code_message(f.stub), answer), "code_natural")
+        yield Prompt(f"{source}:{f.id}", (code_message(f.stub), answer), source)
 
 
 def instruction(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
@@ -87,6 +107,8 @@ def json_output(seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
 SOURCES: dict[str, Callable[..., Iterator[Prompt]]] = {
     "code": code,
     "code_natural": code_natural,
+    "tasks": tasks,
+    "tasks_natural": tasks_natural,
     "instruction": instruction,
     "reasoning": reasoning,
     "json": json_output,
@@ -141,8 +163,12 @@ def _parse_line(line: str, where: str) -> tuple[tuple[Message, ...], str | None]
     return tuple(messages), None if row.get("id") is None else str(row["id"])
 
 
-def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train") -> list[Prompt]:
+def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train", **options: Any) -> list[Prompt]:
     """Prompts of one source: a name in `SOURCES`, or the path of a .jsonl file.
+
+    Args:
+      limit: None: all.
+      options: of the source: `roots` of code and code_natural.
 
     Raises:
       ValueError: unknown source or split, or a source that holds fewer prompts than `limit` asks for.
@@ -150,7 +176,7 @@ def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "tra
     if split not in ("train", "heldout"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'heldout'")
     if name in SOURCES:
-        prompts = list(SOURCES[name](seed, limit, split))
+        prompts = list(SOURCES[name](seed, limit, split, **options))
     elif name.endswith(".jsonl"):
         prompts = list(from_jsonl(name, seed, limit, split))
     else:

@@ -91,8 +91,7 @@ _THINGS = ("apples", "marbles", "stickers", "pencils", "cookies", "books", "seas
 # answer is the training text.
 _STORIES = (
     "{a} has {n} {x}. {b} gives {a} {m} more, and then {a} shares all of them equally among {k} friends. How "
-    "many {x} "
-    "does each friend get, and how many are left over?",
+    "many {x} does each friend get, and how many are left over?",
     "A shop sells {x} for ${k} each. {a} buys {n} and pays with a ${big} note. How much change does {a} get?",
     "{a} reads {n} pages on Monday, twice as many on Tuesday, and {m} pages on Wednesday. How many pages is "
     "that in all?",
@@ -105,8 +104,7 @@ _STORIES = (
     "A tank contains {big} litres of water. It loses {k} litres an hour. How much is left after {few} hours?",
     "{a} bakes {n} {x} and sells {k} of them in the morning and half of the rest in the afternoon. How many remain?",
     "A train leaves at {few} o'clock and travels {n} kilometres in the first hour and {m} kilometres in each "
-    "hour after "
-    "that. How far has it gone after {k} hours?",
+    "hour after that. How far has it gone after {k} hours?",
     "{a} and {b} collect {x}. {a} has {n}, which is {k} more than {b}. How many do they have together?",
     "A rectangle is {n} cm long and {k} cm wide. What are its area and its perimeter?",
     "{a} saves ${k} each week. How many weeks does it take to buy a bicycle that costs ${big}, if {a} already "
@@ -116,14 +114,11 @@ _STORIES = (
     "{a} buys {few} packs of {x} with {n} in each pack. {b} takes {k} of them. How many does {a} still have?",
     "The price of a coat was ${big}. It was reduced by {pct} percent in a sale. What is the new price?",
     "A farmer has {n} hens. Each lays {k} eggs a week. The eggs are sold by the dozen at ${few}. How much "
-    "money does the "
-    "farmer make in a week?",
+    "money does the farmer make in a week?",
     "{a} drives {big} kilometres on {n} litres of fuel. How many kilometres is that for each litre, and what "
-    "does the trip "
-    "cost if a litre costs ${few}?",
+    "does the trip cost if a litre costs ${few}?",
     "A library had {big} books. It bought {n} new ones and gave away {m}. Then a quarter of the books were "
-    "lent out. How "
-    "many books are on the shelves?",
+    "lent out. How many books are on the shelves?",
     "{a} can paint a fence in {k} hours and {b} can paint it in {n} hours. How long do they need together?",
     "The average of {a}'s {few} test scores is {pct}. What score on the next test makes the average {n} points higher?",
     "{a} cuts a rope of {big} cm into {few} equal pieces and then cuts {m} cm from each. How long is each piece now?",
