@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,8 +28,10 @@ from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
+from dflash_jax.training.acceptance import Evaluate, open_evaluation
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
+from dflash_jax.training.dry_run import TINY, tiny_target
 from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure, update_scale
 from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.metrics import MetricsWriter, summarise
@@ -85,9 +87,6 @@ class TrainingDiverged(RuntimeError):
     """A loss or gradient that is no finite number: names the step, the samples, and the saved state."""
 
 
-Evaluate = Callable[[Target, Drafter], Mapping[str, Any]]
-
-
 def train(
     config: ConfigDict,
     workdir: str | pathlib.Path,
@@ -119,15 +118,15 @@ def train(
     logging.info("== target")
     mesh = _mesh(config)
     if target is None:
-        target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
+        target = _target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
     draft = _drafter_config(config, target)
     if data is None:
-        data = open_training_data(config.data, target, draft.target_layer_ids, workdir)
+        data = open_training_data(config.data.to_dict(), target, draft.target_layer_ids, workdir)
     if evaluate is None:
-        evaluate = _open_evaluation(config, target)
+        evaluate = open_evaluation(config.evaluation.to_dict(), target)
 
     logging.info("== drafter")
     step_config = StepConfig(
@@ -269,6 +268,17 @@ def train(
     return TrainResult(step, evaluation, best, directory)
 
 
+def _target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
+    if config.target.source == TINY:
+        return tiny_target(config.seed, mesh)
+
+    def progress(done: int, total: int, what: str) -> None:
+        if total and done == total:
+            logging.info("%s: complete", what)
+
+    return load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, progress=progress)
+
+
 def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     if config.mesh.data * config.mesh.tensor == 1:
         return None
@@ -315,14 +325,6 @@ def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.
     inverse_V = np.full((vocab,), -1, np.int32)
     inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
     return jax.device_put(inverse_V, None if mesh is None else sharding.replicated(mesh))
-
-
-def _open_evaluation(config: ConfigDict, target: Target) -> Evaluate | None:
-    if not config.evaluation.num_prompts:
-        return None
-    from dflash_jax.evaluation.drafter import make_evaluation
-
-    return make_evaluation(config.evaluation, target)
 
 
 def _warn_if_apart(tau: float, chain_tau: float | None) -> None:

@@ -1,0 +1,44 @@
+"""A random target with a byte tokenizer: a whole run, data to export, in under a minute and without downloads."""
+
+from __future__ import annotations
+
+import tokenizers
+from jax.sharding import Mesh
+from tokenizers import decoders, models, pre_tokenizers
+
+from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.config import FULL, RopeConfig, TargetConfig
+from dflash_jax.models.target import Target, random_target
+
+TINY = "random:tiny"
+_SPECIAL = ("<|end|>", "<|start|>", "<|mask|>")
+_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, ids 3 .. 258; special tokens 0 (end), 1 (start of turn) and 2 (mask)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate([*_SPECIAL, *alphabet])}, merges=[])
+    )  # fmt: skip
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in _SPECIAL])
+    return Tokenizer(backend, eos_token="<|end|>", chat_template=_TEMPLATE)
+
+
+def tiny_target(seed: int = 0, mesh: Mesh | None = None) -> Target:
+    """A Llama of five layers and width 32 with random weights and `byte_tokenizer`."""
+    layers = 5
+    config = TargetConfig(
+        family="llama", vocab_size=259, hidden_size=32, intermediate_size=64, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), max_positions=1024,
+        layer_types=(FULL,) * layers, tie_embeddings=True,
+    )  # fmt: skip
+    target = random_target(config, seed, mesh=mesh)
+    target.tokenizer, target.eos_token_ids, target.source = byte_tokenizer(), (0,), TINY
+    return target
