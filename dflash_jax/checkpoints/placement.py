@@ -20,7 +20,7 @@ from dflash_jax import sharding
 Path = tuple[Any, ...]
 Progress = Callable[[int, int, str], None]
 
-MAX_PROBLEMS_SHOWN = 8
+MAX_SHOWN = 4  # of each kind of problem
 
 
 class CheckpointError(ValueError):
@@ -137,35 +137,37 @@ def check_tensors(placements: Iterable[Placement], reader: WeightReader, harmles
     """Compares the names, shapes and types of a checkpoint with what the model needs, before reading any.
 
     Raises:
-      CheckpointError: lists the problems (the first few by name, the rest by number).
+      CheckpointError: names the first few problems of each kind and counts the rest.
     """
     expected = {tensor.name: tensor.shape for p in placements for tensor in p.tensors}
     present = set(reader.names())
-    problems = []
+    missing, wrong, unknown = [], [], []
     for name, shape in expected.items():
         if name not in present:
-            problems.append(f"{name} is missing, expected shape {shape}{_missing_hint(name)}")
+            missing.append(f"{name} is missing, expected shape {shape}{_missing_hint(name)}")
         elif not reader.readable(name):
-            problems.append(
+            wrong.append(
                 f"{name} has type {reader.dtype(name)}, which is not supported; convert the checkpoint to "
                 "float32, float16 or bfloat16"
             )
         elif reader.shape(name) != shape:
-            problems.append(
+            wrong.append(
                 f"{name} has shape {reader.shape(name)}, expected {shape}; the configuration does not describe "
                 "these weights"
             )
     for name in sorted(present - set(expected)):
         if not harmless(name):
-            problems.append(
+            unknown.append(
                 f"{name} with shape {reader.shape(name)} is unknown: this architecture has no such weight, so "
                 "leaving it out would change the model"
             )
+    problems = []
+    for kind, found in (("missing", missing), ("of wrong shape or type", wrong), ("unknown", unknown)):
+        problems += found[:MAX_SHOWN]
+        if len(found) > MAX_SHOWN:
+            problems.append(f"... and {len(found) - MAX_SHOWN} more {kind}")
     if problems:
-        shown = problems[:MAX_PROBLEMS_SHOWN]
-        if len(problems) > len(shown):
-            shown.append(f"... and {len(problems) - len(shown)} more")
-        raise CheckpointError(f"{reader.source} does not fit the model:\n  " + "\n  ".join(shown))
+        raise CheckpointError(f"{reader.source} does not fit the model:\n  " + "\n  ".join(problems))
 
 
 def _missing_hint(name: str) -> str:
