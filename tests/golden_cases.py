@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints.drafter_config import drafter_config_from_hf
+from dflash_jax.checkpoints.hf_config import target_config_from_hf
 from dflash_jax.checkpoints.load_drafter import drafter_from_reader
 from dflash_jax.checkpoints.placement import load_params
-from dflash_jax.checkpoints.rope_config import rope_config_from_hf
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
-from dflash_jax.config import FULL, TargetConfig
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target, abstract_model
 from dflash_jax.models.transformer import Transformer
@@ -63,7 +62,7 @@ def load_golden(name: str) -> tuple[Target, Drafter, dict[str, np.ndarray]]:
     hf = golden_json(name)
     with np.load(GOLDEN / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files}
-    config = _target_config(hf["target"])
+    config = target_config_from_hf(hf["target"])
     graphdef, abstract = abstract_model(Transformer, config, jnp.float32)
     params = load_params(
         abstract,
@@ -78,22 +77,3 @@ def load_golden(name: str) -> tuple[Target, Drafter, dict[str, np.ndarray]]:
         drafter_config = drafter_config_from_hf(hf["draft"], config)
     drafter = drafter_from_reader(drafter_config, ArrayReader(arrays, "draft_w.", name), target, source=name)
     return target, drafter, arrays
-
-
-def _target_config(hf: dict[str, Any]) -> TargetConfig:
-    return TargetConfig(
-        family=hf["model_type"],
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        rms_norm_eps=hf["rms_norm_eps"],
-        rope=rope_config_from_hf(hf),
-        max_positions=hf["max_position_embeddings"],
-        layer_types=(FULL,) * hf["num_hidden_layers"],
-        qk_norm=hf["model_type"] == "qwen3",
-        tie_embeddings=hf["tie_word_embeddings"],
-    )

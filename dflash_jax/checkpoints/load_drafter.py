@@ -16,6 +16,7 @@ from dflash_jax import sharding
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, check_draft_to_target, read_draft_vocab
 from dflash_jax.checkpoints.drafter_config import bind_to_target, drafter_config_from_hf
 from dflash_jax.checkpoints.drafter_names import OWN_EMBEDDING_OR_HEAD, drafter_placements
+from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
 from dflash_jax.checkpoints.load_target import as_dtype
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
@@ -42,7 +43,7 @@ def load_drafter(
 
     Args:
       source: a local directory with `config.json` and safetensors weights, `asset:NAME` for a drafter that
-        comes with this package, or a repository name on the Hugging Face hub.
+        comes with this package, or a repository on the Hugging Face hub (owner/name or owner/name@revision).
       target: the loaded target. Its table and head serve the drafter, uncopied where the layout allows.
       dtype: of the drafter's own parameters and activations; the target's where None.
       draft_vocab: whether to propose from the pruned vocabulary beside the weights: None, if there is one;
@@ -54,9 +55,12 @@ def load_drafter(
       ConfigError: the configuration can not be right, is not supported, or is for another target.
       CheckpointError: files are missing or broken, a tensor is missing, unknown or misshapen.
     """
-    directory = _directory(source)
+    directory = _directory(source, progress)
     hf = _read_json(directory / "config.json")
-    config = drafter_config_from_hf(hf, target.config)
+    try:
+        config = drafter_config_from_hf(hf, target.config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
     if not allow_end_as_mask:
         _check_mask(config, target)
     reader = SafetensorsReader(directory)
@@ -173,7 +177,7 @@ def _check_mask(config: DrafterConfig, target: Target) -> None:
             )
 
 
-def _directory(source: str | pathlib.Path) -> pathlib.Path:
+def _directory(source: str | pathlib.Path, progress: Progress | None) -> pathlib.Path:
     name = str(source)
     if name.startswith(ASSET):
         return _asset(name.removeprefix(ASSET))
@@ -182,10 +186,10 @@ def _directory(source: str | pathlib.Path) -> pathlib.Path:
         return path
     if path.is_file():
         raise CheckpointError(f"{source} is a file; a drafter is a directory with config.json and model.safetensors")
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _from_hub(name)
+    if is_hub_name(name):
+        return fetch_snapshot(name, _HUB_FILES, progress)
     raise CheckpointError(
-        f"{source} is no directory, no {ASSET}NAME and no hub repository (owner/name); check the path"
+        f"{source} is no directory, no {ASSET}NAME and no hub name (owner/name or owner/name@revision); check the path"
     )
 
 
@@ -195,19 +199,6 @@ def _asset(name: str) -> pathlib.Path:
     if name not in known:
         raise CheckpointError(f"{ASSET}{name} does not come with this package; it has {', '.join(known) or 'none'}")
     return root / name
-
-
-def _from_hub(name: str) -> pathlib.Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{name} is no local directory, and the Hugging Face hub did not give it: {error}. Download it by other "
-            "means and pass its directory"
-        ) from error
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

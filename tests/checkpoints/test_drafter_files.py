@@ -249,13 +249,14 @@ def test_hub_names_go_to_the_hub(tmp_path, monkeypatch):
     export(tmp_path / "d")
     asked = []
 
-    def download(name, **kwargs):
-        asked.append(name)
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision))
         return str(tmp_path / "d")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert load_drafter("someone/some-drafter", target()).source == "someone/some-drafter"
-    assert asked == ["someone/some-drafter"]
+    load_drafter("someone/some-drafter@v2", target())
+    assert asked == [("someone/some-drafter", None), ("someone/some-drafter", "v2")]
 
     def offline(name, **kwargs):
         raise OSError("no network")
