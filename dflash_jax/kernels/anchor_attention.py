@@ -7,9 +7,14 @@ which at inference does not exist yet.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
+from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.block_attention import MASKED
 
 
@@ -26,6 +31,8 @@ def anchor_attention(
     window: int | None,
     scale: float,
     document_BxS: jax.Array | None = None,
+    implementation: str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> jax.Array:
     """One softmax over context and block for each slot of each block; differentiable in q, k and v.
 
@@ -36,16 +43,41 @@ def anchor_attention(
       window: None, or W: a key at position p is seen by slot o of anchor a iff a + o - p < W, in the
         context and in the block.
       scale: factor on the scores, usually head_dim ** -0.5.
-      document_BxS: for packed rows, the document of each context row; a block sees its anchor's only.
+      document_BxS: for packed rows, the document of each context row; a block sees its anchor's only. The
+        rows of a document lie together.
+      implementation: None chooses by platform: the Pallas kernels on TPU, the jnp reference elsewhere.
+        "reference", "pallas" and "pallas_interpret" (the kernels on any platform, slowly) name one.
+      mesh: what the Pallas kernels are mapped over, rows along the data axis and heads along the tensor axis;
+        None takes the mesh of the surrounding `jax.set_mesh`, if any. XLA partitions the reference by itself.
 
     Returns:
       out_BxAxKxNxH in the dtype of q. Scores, softmax and sums are float32.
     """
-    return anchor_attention_reference(
-        q_BxAxKxNxH, k_context_BxGxSxH, v_context_BxGxSxH, k_block_BxAxGxKxH, v_block_BxAxGxKxH,
-        anchor_BxA=anchor_BxA, keep_BxA=keep_BxA, visibility_KxK=visibility_KxK,
-        window=window, scale=scale, document_BxS=document_BxS,
-    )  # fmt: skip
+    arrays = (q_BxAxKxNxH, k_context_BxGxSxH, v_context_BxGxSxH, k_block_BxAxGxKxH, v_block_BxAxGxKxH)
+    mesh = dispatch.context_mesh(mesh)
+    chosen = dispatch.choose(implementation, mesh)
+    if chosen == dispatch.REFERENCE:
+        return anchor_attention_reference(
+            *arrays, anchor_BxA=anchor_BxA, keep_BxA=keep_BxA, visibility_KxK=visibility_KxK,
+            window=window, scale=scale, document_BxS=document_BxS,
+        )  # fmt: skip
+    # Imported where it is used: programs without the kernels start without Pallas.
+    from dflash_jax.kernels.anchor_attention_pallas import anchor_attention_pallas
+
+    kernel = functools.partial(
+        anchor_attention_pallas, window=window, scale=scale, interpret=chosen == dispatch.PALLAS_INTERPRET
+    )
+    operands = (*arrays, anchor_BxA, keep_BxA, visibility_KxK, document_BxS)
+    if not dispatch.needs_mapping(mesh):
+        return kernel(*operands)
+    rows = dispatch.mesh_axis(mesh, "batch", q_BxAxKxNxH.shape[0])
+    heads = dispatch.mesh_axis(mesh, "kv_heads", k_context_BxGxSxH.shape[1])
+    query, context, block = P(rows, None, None, heads), P(rows, heads), P(rows, None, heads)
+    return jax.shard_map(
+        kernel, mesh=mesh, out_specs=query,
+        in_specs=(query, context, context, block, block, P(rows), P(rows), P(), P(rows)),
+        check_vma=False,  # a pallas_call does not say over which axes its result varies
+    )(*operands)  # fmt: skip
 
 
 def anchor_attention_reference(
