@@ -35,12 +35,12 @@ def fetch_snapshot(source: str, files: Sequence[str], progress: Progress | None 
         raise CheckpointError(f"{source!r} is no hub name (owner/name or owner/name@revision)")
     if progress is not None:
         progress(0, 1, f"fetching {source} from the hub")
+    name, revision = match["name"], match["revision"]
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(match["name"], revision=match["revision"], allow_patterns=list(files))
-        )
+        return pathlib.Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{source} is no local directory, and the Hugging Face hub did not give it: {error}. Without a network, "
-            "download it by other means and give its directory"
+            f"{name} is no local directory, and the Hugging Face hub did not give it"
+            f"{'' if revision is None else f' at revision {revision}'}: {error}. Without a network, download it by "
+            "other means and give its directory"
         ) from error

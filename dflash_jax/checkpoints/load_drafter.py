@@ -27,7 +27,7 @@ from dflash_jax.models.target import Target, abstract_model, place
 
 ASSET = "asset:"
 _ASSETS = "assets"
-_HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_HUB_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", DRAFT_VOCAB_FILE)
 
 
 def load_drafter(

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoints import smollm2
 from dflash_jax.checkpoints.gguf_reader import GGUFFile, target_config_from_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from dflash_jax.checkpoints.hf_config import target_config_from_hf
+from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
@@ -27,7 +25,6 @@ from dflash_jax.models.target import Target, abstract_model
 from dflash_jax.models.transformer import Transformer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 # What is fetched of a hub repository: not other formats of the same weights, not what lies in folders.
 _HUB_FILES = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
@@ -77,25 +74,11 @@ def load_target(
         if path.suffix != ".gguf":
             raise CheckpointError(f"{name} is a file but no .gguf; of a Hugging Face checkpoint, give the directory")
         return _from_gguf(path, name, dtype, mesh, progress)
-    hub = _HUB_NAME.fullmatch(name)
-    if hub is None or path.suffix == ".gguf":
+    if not is_hub_name(name) or path.suffix == ".gguf":
         raise CheckpointError(
             f"{name} does not exist: there is no such directory or .gguf file, and it is no hub name (owner/name)"
         )
-    return _from_directory(_fetch(hub["name"], hub["revision"], progress), name, dtype, mesh, progress)
-
-
-def _fetch(name: str, revision: str | None, progress: Progress | None) -> pathlib.Path:
-    if progress is not None:
-        progress(0, 1, f"fetching {name} from the hub")
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{name} is no local directory, and the Hugging Face hub did not give it"
-            f"{'' if revision is None else f' at revision {revision}'}: {error}. Without a network, download it by "
-            "other means and give its directory"
-        ) from error
+    return _from_directory(fetch_snapshot(name, _HUB_FILES, progress), name, dtype, mesh, progress)
 
 
 def _from_directory(
