@@ -276,11 +276,12 @@ def categorical(key: jax.Array, weight_V: jax.Array) -> jax.Array:
       weight_V: float32, >= 0, not all 0; need not be normalised.
     """
     vocab = weight_V.shape[0]
-    cells = -(-vocab // CELL)
-    weight_CxW = jnp.pad(weight_V, (0, cells * CELL - vocab)).reshape(cells, CELL)
+    width = min(vocab, CELL)
+    cells = -(-vocab // width)
+    weight_CxW = jnp.pad(weight_V, (0, cells * width - vocab)).reshape(cells, width)
     uniform = jax.random.uniform(key, (2,))
     cell = _inverse_cdf(uniform[0], weight_CxW.sum(axis=1))
-    return cell * CELL + _inverse_cdf(uniform[1], jax.lax.dynamic_index_in_dim(weight_CxW, cell, keepdims=False))
+    return cell * width + _inverse_cdf(uniform[1], jax.lax.dynamic_index_in_dim(weight_CxW, cell, keepdims=False))
 
 
 def _inverse_cdf(uniform: jax.Array, weight_N: jax.Array) -> jax.Array:

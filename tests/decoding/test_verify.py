@@ -378,3 +378,27 @@ def test_values_never_recompile():
         jit_verify(Draft(token), logits, sampling, row_keys([seed] * 5), limit)
         sizes.add(jit_verify._cache_size())
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_a_mesh_gives_the_same_verdicts(shape):
+    """Rows over the data axis, the vocabulary over the tensor axis."""
+    rows, slots, vocab = 8, 4, 640  # wider than the ranked candidates
+    rng = np.random.default_rng(30)
+    logits = (rng.normal(size=(rows, slots, vocab)) * 3).astype(np.float32)
+    token = np.concatenate([np.zeros((rows, 1), int), logits.argmax(-1)[:, :-1]], axis=1).astype(np.int32)
+    proposal = rng.dirichlet(np.ones(vocab) * 0.05, size=(rows, slots)).astype(np.float32)
+    rules = make_sampling(rows, [0.0, 1, 1, 1, 0.5, 0.5, 50, 50], [0, 0, 5, 0, 5, 0, 600, 0], [1, 1, 1, 0.9] * 2)
+    args = Draft(token, proposal), logits, rules, row_keys(range(rows)), np.full(rows, slots - 1, np.int32)
+    alone = jit_verify(*args)
+    assert len(set(alone.n_accepted_B.tolist())) > 1
+    mesh = jax.make_mesh(shape, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def place(x):
+        wide = x.ndim == 3
+        spec = jax.sharding.PartitionSpec("data", *([None, "tensor"] if wide else [None] * (x.ndim - 1)))
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    sharded = jit_verify(*jax.tree.map(place, args))
+    np.testing.assert_array_equal(sharded.n_accepted_B, alone.n_accepted_B)
+    np.testing.assert_array_equal(sharded.next_root_B, alone.next_root_B)
