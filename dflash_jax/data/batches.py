@@ -8,6 +8,7 @@ from typing import Any
 import grain
 import ml_dtypes
 import numpy as np
+from absl import flags
 
 from dflash_jax.config import ConfigError
 from dflash_jax.data.features import FeatureStore
@@ -89,6 +90,8 @@ def make_iterator(
     read = grain.ReadOptions(num_threads=2 if prefetch else 0, prefetch_buffer_size=prefetch)
     batches = dataset.to_iter_dataset(read)
     if num_workers:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain reads its flags here; a notebook never parses any
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
     return iter(batches)
 

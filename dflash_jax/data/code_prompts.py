@@ -333,8 +333,10 @@ def _hint(annotation: ast.expr | None, used: set[str]) -> str:
 
 
 def _signature(node: ast.FunctionDef, name: str, limits: Limits) -> tuple[str, list[str]] | None:
-    """(`def` line, names to import from typing), or None where a default is no literal."""
+    """(`def` line, names to import from typing), or None where a default is no literal or self is a parameter."""
     args, used = node.args, set()
+    if any(a.arg in ("self", "cls") for a in (*args.posonlyargs, *args.args)):
+        return None
     if len(args.args) + len(args.posonlyargs) + len(args.kwonlyargs) > limits.max_parameters:
         return None
     positional = [*args.posonlyargs, *args.args]

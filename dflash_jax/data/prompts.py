@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from dflash_jax.data import code_prompts, code_tasks, templates
 from dflash_jax.data.code_prompts import CodeFunction, stable_hash
+from dflash_jax.data.held_out import HeldOut
 
 Split = Literal["train", "heldout"]
 Message = Mapping[str, str]
@@ -190,3 +191,8 @@ def mixture(counts: Mapping[str, int], seed: int = 0, split: Split = "train") ->
     """That many prompts of each source, shuffled together by hash and seed."""
     prompts = [p for name, count in counts.items() for p in load(name, seed, count, split)]
     return sorted(prompts, key=lambda p: stable_hash(f"{seed}:mixture:{p.id}"))
+
+
+def without(prompts: Iterable[Prompt], held_out: HeldOut) -> list[Prompt]:
+    """The prompts none of whose messages shares a run of words with a held-out text."""
+    return [p for p in prompts if not held_out.overlaps(*(m["content"] for m in p.messages))]
