@@ -116,8 +116,8 @@ def is_greedy(sampling: Sampling) -> jax.Array:
 def lowest_argmax(logits_V: jax.Array) -> jax.Array:
     """The lowest id among the highest logits over the last axis, int32.
 
-    Two integer reductions over order-preserving keys. They vectorise on CPU, where the (value, index) reduction of
-    `jnp.argmax` does not, and make the tie rule explicit instead of leaving it to a backend.
+    Two integer reductions over order-preserving keys: each is associative, so that a CPU compiler may vectorise it
+    (the (value, index) reduction of `jnp.argmax` it may not), and the tie rule is explicit instead of a backend's.
     """
     bits = jax.lax.bitcast_convert_type(logits_V.astype(jnp.float32), jnp.int32)
     key_V = jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)  # maps -0.0 and 0.0 to the same key
