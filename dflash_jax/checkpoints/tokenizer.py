@@ -54,7 +54,7 @@ class Tokenizer:
         pad = self._id_of("pad_token")
         self.pad_token_id = self.eos_token_id if pad is None else pad
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
-        self._add_bos, self._add_eos = add_bos, add_eos
+        self.add_bos, self.add_eos = add_bos, add_eos
         added = backend.get_added_tokens_decoder()
         roles = [self._id_of(role) for role in self.special_tokens]
         self.special_ids = frozenset([i for i, token in added.items() if token.special] + roles)
@@ -85,12 +85,12 @@ class Tokenizer:
         With `add_special_tokens`, BOS and EOS are added as the checkpoint says; never a second BOS where the
         text, such as a rendered chat, starts with one already.
         """
-        by_backend = add_special_tokens and self._add_bos is None and self._add_eos is None
+        by_backend = add_special_tokens and self.add_bos is None and self.add_eos is None
         ids = self.backend.encode(text, add_special_tokens=by_backend).ids
         if add_special_tokens and not by_backend:
-            if self._add_bos and self.bos_token_id is not None:
+            if self.add_bos and self.bos_token_id is not None:
                 ids = [self.bos_token_id, *ids]
-            if self._add_eos and self.eos_token_id is not None:
+            if self.add_eos and self.eos_token_id is not None:
                 ids = [*ids, self.eos_token_id]
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             ids = ids[1:]
