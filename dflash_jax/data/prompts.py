@@ -11,7 +11,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_jax.data import code_prompts, code_tasks, templates
 from dflash_jax.data.code_prompts import CodeFunction, stable_hash
@@ -164,20 +164,25 @@ def _parse_line(line: str, where: str) -> tuple[tuple[Message, ...], str | None]
     return tuple(messages), None if row.get("id") is None else str(row["id"])
 
 
-def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train", **options: Any) -> list[Prompt]:
-    """Prompts of one source: a name in `SOURCES`, or the path of a .jsonl file.
+def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train") -> list[Prompt]:
+    """Prompts of one source.
 
     Args:
+      name: a name in `SOURCES`, or the path of a .jsonl file. `code` and `code_natural` may say where to look:
+        `code@sympy,networkx` or `code@/folder/of/packages` (see `code_prompts.harvest`).
       limit: None: all.
-      options: of the source: `roots` of code and code_natural.
 
     Raises:
       ValueError: unknown source or split, or a source that holds fewer prompts than `limit` asks for.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'heldout'")
-    if name in SOURCES:
-        prompts = list(SOURCES[name](seed, limit, split, **options))
+    source, at, roots = name.partition("@")
+    if source in SOURCES:
+        if at and source not in ("code", "code_natural"):
+            raise ValueError(f"prompt source {name!r}: only code and code_natural take roots behind '@'")
+        options = {"roots": tuple(roots.split(","))} if at else {}
+        prompts = list(SOURCES[source](seed, limit, split, **options))
     elif name.endswith(".jsonl"):
         prompts = list(from_jsonl(name, seed, limit, split))
     else:
@@ -188,9 +193,9 @@ def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "tra
 
 
 def mixture(counts: Mapping[str, int], seed: int = 0, split: Split = "train") -> list[Prompt]:
-    """That many prompts of each source, shuffled together by hash and seed."""
-    prompts = [p for name, count in counts.items() for p in load(name, seed, count, split)]
-    return sorted(prompts, key=lambda p: stable_hash(f"{seed}:mixture:{p.id}"))
+    """That many prompts of each source, shuffled together by hash and seed; one that two sources share counts once."""
+    prompts = {p.id: p for name, count in counts.items() for p in load(name, seed, count, split)}
+    return sorted(prompts.values(), key=lambda p: stable_hash(f"{seed}:mixture:{p.id}"))
 
 
 def without(prompts: Iterable[Prompt], held_out: HeldOut) -> list[Prompt]:

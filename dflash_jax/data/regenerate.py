@@ -77,7 +77,7 @@ def regenerate(
     report = Report()
     with ResponseStore(store, made_by) as opened:
         todo: list[tuple[Prompt, list[int]]] = []
-        for prompt in prompts:
+        for prompt in _distinct(prompts):
             if prompt.answered:
                 raise ConfigError(
                     f"prompt {prompt.id} ends with an answer; use store_natural for finished conversations"
@@ -161,7 +161,7 @@ def store_natural(
     kwargs = dict(chat_template_kwargs or {})
     report, start = Report(), time.perf_counter()
     with ResponseStore(store, rendering_fingerprint(target.tokenizer, kwargs)) as opened:
-        for prompt in prompts:
+        for prompt in _distinct(prompts):
             if not prompt.answered:
                 raise ConfigError(f"prompt {prompt.id} has no answer; use regenerate to let the target answer it")
             if prompt.id in opened:
@@ -179,6 +179,21 @@ def store_natural(
             report.tokens += len(ids) - begin
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Prompts without repetitions.
+
+    Raises:
+      ConfigError: one id stands for two conversations.
+    """
+    seen: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if prompt.id not in seen:
+            seen[prompt.id] = prompt
+            yield prompt
+        elif seen[prompt.id].messages != prompt.messages:
+            raise ConfigError(f"prompt id {prompt.id} stands for two different conversations")
 
 
 def _check(target: Target, batch_size: int, max_new_tokens: int) -> None:

@@ -202,6 +202,15 @@ def test_bad_requests_are_named():
         code_prompts.harvest(["no_such_package"])
 
 
+def test_code_roots_may_be_named_and_shared_prompts_count_once():
+    some = prompts.load("code@json,textwrap")
+    assert {p.source for p in some} == {"code"} and 4 < len(some) < 60
+    both = prompts.mixture({"code@json,textwrap": 3, "code@textwrap,json": 4})
+    assert len(both) == 4 and {p.id for p in both} <= {p.id for p in some}
+    with pytest.raises(ValueError, match="only code and code_natural take roots"):
+        prompts.load("json@textwrap")
+
+
 def test_without_drops_overlapping_prompts():
     some = prompts.load("instruction", limit=20)
     text = some[3].messages[0]["content"]

@@ -143,7 +143,7 @@ SETTINGS = {"batch_size": 4, "max_new_tokens": 12, "progress": False}
 @pytest.fixture(scope="module")
 def straight(target, tmp_path_factory):
     path = tmp_path_factory.mktemp("straight")
-    report = regenerate(target, PROMPTS, path, **SETTINGS)
+    report = regenerate(target, [*PROMPTS, PROMPTS[3]], path, **SETTINGS)
     assert report.answered == 9 and report.tokens > 0
     return {r.id: r for r in ResponseStore(path).rows()}
 
@@ -206,6 +206,9 @@ def test_long_prompts_are_counted_and_bad_requests_named(target, tmp_path):
     answered = Prompt("q", (*PROMPTS[0].messages, {"role": "assistant", "content": "c"}), "test")
     with pytest.raises(ConfigError, match="q ends with an answer; use store_natural"):
         regenerate(target, [answered], tmp_path / "b", **SETTINGS)
+    twin = Prompt("p0", PROMPTS[1].messages, "test")
+    with pytest.raises(ConfigError, match="p0 stands for two different conversations"):
+        regenerate(target, [PROMPTS[0], twin], tmp_path / "b", **SETTINGS)
     with pytest.raises(ConfigError, match="p0 has no answer; use regenerate"):
         store_natural(target, PROMPTS, tmp_path / "c")
 
