@@ -125,6 +125,8 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _from_gguf(path: pathlib.Path, source: str, dtype: Any, mesh: Mesh | None, progress: Progress | None) -> Target:
+    if progress is not None:
+        progress(0, 1, f"reading {path.name}")
     file = GGUFFile(path)
     config = target_config_from_gguf(file)
     tokenizer = tokenizer_from_gguf(file.metadata)
