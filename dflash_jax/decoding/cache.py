@@ -15,6 +15,15 @@ from dflash_jax.kernels.kv_cache import KVCache, LayerSpec, abstract_layers
 POOL_AXES = ("pages", "kv_heads", None, None)
 
 
+def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that rows are kept in: the model's own, but float32 for bf16 models on CPU.
+
+    XLA's CPU backend has no bf16 scatter: it converts the whole cache to float32 and back at every write
+    (180 ms a round at eight rows of 512, against 0.2 ms in float32). The rows are rounded to bf16 either way.
+    """
+    return jnp.dtype(jnp.float32) if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else jnp.dtype(dtype)
+
+
 def make_cache(
     specs: Sequence[LayerSpec],
     batch: int,
@@ -46,7 +55,7 @@ def make_cache(
         raise ValueError(f"page_size {page_size} does not divide the capacity {capacity}")
     pages_a_row = 1 if page_size is None else capacity // page_size
     num_pages = batch * pages_a_row
-    shapes = abstract_layers(specs, num_pages, capacity if page_size is None else page_size, dtype)
+    shapes = abstract_layers(specs, num_pages, capacity if page_size is None else page_size, storage_dtype(dtype))
 
     def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
         if mesh is None:
