@@ -4,8 +4,9 @@ Two facts of real targets are met here, so that the trained network stays an ord
 of the format can run:
 
 - Tapped layers differ in scale by orders of magnitude, and some positions exceed the rest a thousandfold.
-  Each tap's block of fc is divided by that tap's typical size, and its update by the same (Adam moves every
-  weight by about the learning rate, whatever its input): training goes as if every tap had unit scale.
+  Each tap's block of fc is divided by that tap's typical size, and the optimiser works on the block before
+  that division (Adam moves every weight by about the learning rate, whatever its input): as if every tap
+  had unit scale.
 - Late target layers are a better start than noise. Their input norm is folded into q, k and v, since DFlash
   norms the block's input but feeds context features to k and v as they are: folded, both see the same.
 """
@@ -182,8 +183,8 @@ def initial_params(
     return params
 
 
-def update_scale(params: nnx.State, config: DrafterConfig, statistics: Statistics) -> nnx.State:
-    """Factors on Adam's steps for `make_optimizer`: 1 / tap size on each tap's rows of fc, 1 elsewhere."""
+def coordinate_units(params: nnx.State, config: DrafterConfig, statistics: Statistics) -> nnx.State:
+    """The `unit` of `make_optimizer`: 1 / tap size on each tap's rows of fc, 1 elsewhere."""
     scale = jax.tree.map(lambda _: np.float32(1.0), params)
     rows_TDx1 = np.repeat(1.0 / np.asarray(statistics.tap_rms, np.float32), config.hidden_size)[:, None]
     scale["fc_TDxD"] = scale["fc_TDxD"].replace(rows_TDx1)

@@ -32,7 +32,7 @@ from dflash_jax.training.acceptance import Evaluate, open_evaluation
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.dry_run import TINY, tiny_target
-from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure, update_scale
+from dflash_jax.training.initialise import Statistics, coordinate_units, drafter_config, initial_params, measure
 from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.metrics import MetricsWriter, summarise
 from dflash_jax.training.step import (
@@ -160,7 +160,8 @@ def train(
     logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
 
     params = _initial_params(config, target, draft, statistics)
-    optimizer = make_optimizer(optimizer_config, update_scale(params, draft, statistics))
+    unit = coordinate_units(params, draft, statistics)
+    optimizer = make_optimizer(optimizer_config, unit)
     state = init_state(params, optimizer, config.seed, mesh)
     if latest is not None:
         state, data_state = checkpoints.restore(latest, state)
@@ -178,7 +179,7 @@ def train(
         target=target.params,
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
-    train_step = make_train_step(step_config, loss, optimizer, optimizer_config)
+    train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit)
 
     def bound(state: TrainState) -> Drafter:
         # A copy: the step donates the state's buffers, and the drafter lives on.

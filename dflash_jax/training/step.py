@@ -118,21 +118,31 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: OptimizerConfig, update_scale: Any = None) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, unit: Any = None) -> optax.GradientTransformation:
     """Clip, AdamW, schedule.
 
     Args:
-      update_scale: None, or a tree like the parameters of factors (broadcastable) on Adam's direction: the
-        per-coordinate step sizes that `initialise` gives for kernels whose inputs are not of unit scale.
+      unit: None, or a tree like the parameters of factors (broadcastable): parameter = factor * coordinate,
+        and clipping and Adam work on the coordinates. For kernels whose inputs are not of unit scale, see
+        `initialise.coordinate_units`.
     """
-    parts = [
+
+    def mask(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    def scaled() -> optax.GradientTransformation:
+        if unit is None:
+            return optax.identity()
+        return optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, unit))
+
+    return optax.chain(
+        scaled(),  # gradient by coordinate
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(config.b1, config.b2, config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-    ]
-    if update_scale is not None:
-        parts.append(optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: u * s, updates, update_scale)))
-    return optax.chain(*parts, optax.scale_by_learning_rate(schedule(config)))
+        scaled(),  # step of the coordinate as one of the parameter
+        optax.add_decayed_weights(config.weight_decay, mask),
+        optax.scale_by_learning_rate(schedule(config)),
+    )
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None) -> TrainState:
@@ -244,13 +254,19 @@ def make_loss(
 
 
 def make_train_step(
-    config: StepConfig, loss: LossFunction, optimizer: optax.GradientTransformation, optimizer_config: OptimizerConfig
+    config: StepConfig,
+    loss: LossFunction,
+    optimizer: optax.GradientTransformation,
+    optimizer_config: OptimizerConfig,
+    unit: Any = None,
 ) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """train_step(state, frozen, batch) -> state, metrics; jitted, the state is donated.
 
     The gradient is that of sum(loss) / sum(weight) over the whole batch: neither shards nor accumulated
     parts are averaged on their own. A batch without a supervised slot, and one whose loss or gradient is
     not finite, changes neither parameters nor optimiser; the step counter goes on all the same.
+
+    `unit` is that of `make_optimizer`: the reported gradient norm is the one that is clipped.
 
     Metrics: see `dflash_jax.training.metrics.summarise`; values are device arrays.
     """
@@ -283,7 +299,7 @@ def make_train_step(
         grads, sums = gradient(state.params, state.key, frozen, batch)
         scale = 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0)
         grads = jax.tree.map(lambda g: g * scale, grads)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(grads if unit is None else jax.tree.map(jnp.multiply, grads, unit))
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
 
         def apply(state):
