@@ -1,0 +1,294 @@
+"""Block attention: the reference against float64 numpy, the Pallas kernel (interpreted) against the reference."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import BlockCase, block_inputs, block_oracle
+
+from dflash_jax import sharding
+from dflash_jax.kernels import dispatch
+from dflash_jax.kernels.block_attention import block_attention, paged_block_attention
+from dflash_jax.kernels.kv_cache import gather_pages
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "implementation", "mesh"))
+def attend(arrays, *, window, scale, implementation, mesh=None, **keywords):
+    return paged_block_attention(
+        *arrays, **keywords, window=window, scale=scale, implementation=implementation, mesh=mesh
+    )
+
+
+def reference(arrays, keywords):
+    return attend(arrays, **keywords, implementation="reference")
+
+
+def kernel(arrays, keywords, mesh=None):
+    return attend(arrays, **keywords, implementation="pallas_interpret", mesh=mesh)
+
+
+def assert_close(actual, expected, dtype="float32"):
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+CASES = {
+    "verify a chain, paged": BlockCase(lengths=(48, 17)),
+    "draft a block, contiguous": BlockCase(slots=7, page_size=40, pages=None, visibility="full"),
+    "verify trees": BlockCase(batch=3, slots=9, group=3, visibility="tree", lengths=(0, 1, 48)),
+    "sliding window": BlockCase(slots=6, window=5, lengths=(3, 48)),
+    "sliding window skips pages": BlockCase(page_size=16, pages=20, window=20, lengths=(320, 150)),
+    "plain decoding": BlockCase(batch=3, slots=1, kv_heads=1, group=8, head_dim=128, page_size=32),
+    "one head, no group": BlockCase(slots=16, kv_heads=1, group=1, page_size=128, pages=2),
+    "large pages in parts": BlockCase(batch=1, slots=3, page_size=700, pages=2, lengths=(1250,), window=800),
+    "contiguous in parts": BlockCase(slots=3, page_size=1030, pages=None, lengths=(1030, 513)),
+    "nothing cached": BlockCase(slots=5, page_size=1, pages=None, lengths=(0, 0)),
+    "long prefill": BlockCase(batch=1, slots=300, kv_heads=1, group=3, lengths=(20,)),
+    "odd head dim": BlockCase(batch=1, head_dim=24, group=5, lengths=(33,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_against_float64_numpy(name):
+    arrays, keywords = block_inputs(CASES[name])
+    assert_close(reference(arrays, keywords), block_oracle(arrays, keywords))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_against_reference(name):
+    arrays, keywords = block_inputs(CASES[name])
+    assert_close(kernel(arrays, keywords), reference(arrays, keywords))
+
+
+@pytest.mark.parametrize("name", ["verify a chain, paged", "sliding window", "plain decoding"])
+def test_kernel_in_bfloat16(name):
+    arrays, keywords = block_inputs(dataclasses.replace(CASES[name], dtype="bfloat16"))
+    out = kernel(arrays, keywords)
+    assert out.dtype == jnp.bfloat16
+    assert_close(out, reference(arrays, keywords), "bfloat16")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
+    assert_close(out, reference(wide, keywords), "bfloat16")
+
+
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.given(
+    case=st.builds(
+        BlockCase,
+        batch=st.integers(1, 3), slots=st.integers(1, 16), kv_heads=st.integers(1, 2), group=st.integers(1, 8),
+        head_dim=st.sampled_from([64, 128]), page_size=st.sampled_from([16, 24, 32, 64, 128]), pages=st.integers(1, 4),
+        window=st.none() | st.integers(1, 100), visibility=st.sampled_from(["chain", "full", "tree"]),
+    ),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_kernel_against_reference_for_any_shape(case, seed):
+    arrays, keywords = block_inputs(case, seed)
+    assert_close(kernel(arrays, keywords), reference(arrays, keywords))
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """A paged call with a full row, an empty one and one that ends inside a page; four spare pages."""
+    case = BlockCase(batch=3, slots=4, lengths=(48, 0, 21))
+    arrays, keywords = block_inputs(case)
+    return arrays, keywords
+
+
+def with_garbage(arrays, keywords, k_garbage, v_garbage):
+    """The same call with every slot that holds no committed row overwritten."""
+    q, k, v, table, k_block, v_block = arrays
+    num_pages, page_size = k.shape[0], k.shape[2]
+    held = np.zeros((num_pages, page_size), bool)
+    for pages, length in zip(np.asarray(table), np.asarray(keywords["length_B"]), strict=True):
+        for position in range(length):
+            held[pages[position // page_size], position % page_size] = True
+    held = jnp.asarray(held)[:, None, :, None]
+    return (q, jnp.where(held, k, k_garbage), jnp.where(held, v, v_garbage), table, k_block, v_block), keywords
+
+
+@pytest.mark.parametrize("garbage", [1e30, -1e30])
+def test_reference_never_uses_rows_beyond_the_length(paged, garbage):
+    # Finite garbage is what a cache may hold: it starts as zeros, and only finite rows are written.
+    out = reference(*with_garbage(*paged, garbage, garbage))
+    np.testing.assert_array_equal(out, reference(*paged))
+
+
+@pytest.mark.parametrize("garbage", [1e30, np.nan, np.inf])
+def test_kernel_never_uses_rows_beyond_the_length(paged, garbage):
+    out = kernel(*with_garbage(*paged, garbage, garbage))
+    np.testing.assert_array_equal(out, kernel(*paged))
+
+
+def test_kernel_never_uses_rows_beyond_the_length_contiguous():
+    arrays, keywords = block_inputs(BlockCase(page_size=600, pages=None, lengths=(520, 0)))
+    dead = (jnp.arange(600)[None] >= keywords["length_B"][:, None])[:, None, :, None]
+    q, k, v, table, *block = arrays
+    out = kernel((q, jnp.where(dead, jnp.nan, k), jnp.where(dead, jnp.nan, v), table, *block), keywords)
+    np.testing.assert_array_equal(out, kernel(arrays, keywords))
+
+
+@pytest.mark.parametrize("run", [reference, kernel])
+def test_a_slot_that_sees_nothing_gives_zeros(run, paged):
+    arrays, keywords = paged
+    visibility = keywords["visibility"].at[2].set(False)
+    out = np.asarray(run(arrays, keywords | {"visibility": visibility, "length_B": jnp.zeros((3,), jnp.int32)}))
+    assert np.isfinite(out).all()
+    assert (out[:, 2] == 0).all()
+    assert (np.abs(out[:, [0, 1, 3]]).max(axis=-1) > 0).all()
+
+
+@pytest.mark.parametrize("run", [reference, kernel])
+@pytest.mark.parametrize("nowhere", [-1, 10_000])
+def test_page_table_entries_beyond_the_length_may_point_nowhere(run, paged, nowhere):
+    arrays, keywords = paged
+    table = np.asarray(arrays[3]).copy()
+    table[1], table[2, 2] = nowhere, nowhere  # a row of length 0, and the third page of one of length 21
+    out = run((*arrays[:3], jnp.asarray(table), *arrays[4:]), keywords)
+    np.testing.assert_array_equal(out, run(arrays, keywords))
+
+
+@pytest.mark.parametrize("run", [reference, kernel])
+def test_the_order_of_pages_does_not_matter(run, paged):
+    (q, k, v, table, *block), keywords = paged
+    order = np.random.default_rng(1).permutation(k.shape[0])
+    where = np.argsort(order)
+    moved = run((q, k[order], v[order], jnp.asarray(where, jnp.int32)[table], *block), keywords)
+    np.testing.assert_array_equal(moved, run((q, k, v, table, *block), keywords))
+
+
+def test_paged_and_contiguous_reference_agree_bit_for_bit(paged):
+    (q, k, v, table, *block), keywords = paged
+    contiguous = (q, gather_pages(k, table), gather_pages(v, table), None, *block)
+    np.testing.assert_array_equal(reference((q, k, v, table, *block), keywords), reference(contiguous, keywords))
+
+
+def test_contiguous_reference_copies_nothing():
+    arrays, keywords = block_inputs(BlockCase(pages=None))
+    del keywords["window"], keywords["scale"]
+    rest = {"window": None, "scale": 0.1}
+    q, k, v, _, k_block, v_block = arrays
+
+    def paged_call(q, k, v, k_block, v_block):
+        return paged_block_attention(q, k, v, None, k_block, v_block, **keywords, **rest)
+
+    def plain_call(q, k, v, k_block, v_block):
+        return block_attention(q, k, v, k_block, v_block, **keywords, **rest)
+
+    inputs = (q, k, v, k_block, v_block)
+    assert str(jax.make_jaxpr(paged_call)(*inputs)) == str(jax.make_jaxpr(plain_call)(*inputs))
+
+
+def products(jaxpr):
+    """Every dot_general of a jaxpr, those inside kernels included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernel_products_have_full_precision_and_float32_sums(dtype):
+    arrays, keywords = block_inputs(BlockCase(dtype=dtype))
+    call = functools.partial(paged_block_attention, **keywords, implementation="pallas")
+    found = list(products(jax.make_jaxpr(call)(*arrays).jaxpr))
+    assert len(found) >= 4  # scores and mix, of the block and of the context
+    for equation in found:
+        assert equation.params["preferred_element_type"] == jnp.float32
+        if equation.invars[0].aval.dtype == jnp.float32:
+            assert equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+def test_pages_of_fewer_than_eight_slots_are_refused():
+    arrays, keywords = block_inputs(BlockCase(page_size=4))
+    with pytest.raises(ValueError, match="page size is 4"):
+        kernel(arrays, keywords)
+
+
+class TestDispatch:
+    def test_by_platform(self):
+        assert dispatch.choose(None) == "reference"  # these tests run on CPU
+        assert dispatch.choose(None, sharding.make_mesh(2, 2)) == "reference"
+        with jax.set_mesh(sharding.make_mesh(2, 2)):
+            assert dispatch.context_mesh(None).shape == {"data": 2, "tensor": 2}
+        assert dispatch.context_mesh(None) is None
+
+    def test_unknown_name(self):
+        with pytest.raises(ValueError, match="implementation is 'triton', must be"):
+            dispatch.choose("triton")
+
+    def test_no_mapping_of_one_device_or_inside_a_mapping(self):
+        mesh = sharding.make_mesh(2, 1)
+        seen = []
+
+        def body(x):
+            seen.append(dispatch.needs_mapping(dispatch.context_mesh(None)))
+            return x
+
+        jax.shard_map(body, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))(jnp.zeros(2))
+        assert seen == [False]
+        assert not dispatch.needs_mapping(None)
+        assert not dispatch.needs_mapping(sharding.make_mesh(1, 1))
+        assert dispatch.needs_mapping(mesh)
+
+
+class TestMesh:
+    """Four data shards and two tensor shards; the kernel runs inside shard_map."""
+
+    CASE = BlockCase(batch=4, slots=3, pages=2, lengths=(20, 9, 0, 31))
+
+    @pytest.fixture(scope="class")
+    def mesh(self):
+        return sharding.make_mesh(4, 2)
+
+    def place(self, arrays, mesh):
+        axes = (
+            ("batch", None, "kv_heads", None), ("pages", "kv_heads", None, None), ("pages", "kv_heads", None, None),
+            ("batch", None), ("batch", "kv_heads", None, None), ("batch", "kv_heads", None, None),
+        )  # fmt: skip
+        return tuple(
+            None if x is None else jax.device_put(x, sharding.named_sharding(mesh, names, x.shape))
+            for x, names in zip(arrays, axes, strict=True)
+        )
+
+    def paged_inputs(self, table):
+        (q, k, v, _, *block), keywords = block_inputs(self.CASE)
+        return (q, k[:8], v[:8], jnp.asarray(table, jnp.int32), *block), keywords  # two pages a shard
+
+    @pytest.mark.parametrize(
+        "table",
+        [[[1, 0], [2, 3], [8, 8], [6, 7]], [[2, 3], [0, 1], [8, 8], [5, 4]]],
+        ids=["pages at home", "pages on another shard"],
+    )
+    def test_paged(self, mesh, table):
+        arrays, keywords = self.paged_inputs(table)
+        out = kernel(self.place(arrays, mesh), keywords, mesh)
+        assert_close(out, reference(arrays, keywords))
+        assert out.sharding.spec == jax.P("data", None, "tensor", None)
+
+    def test_a_row_over_two_shards_is_no_number(self, mesh):
+        arrays, keywords = self.paged_inputs([[1, 2], [3, 8], [8, 8], [6, 7]])
+        out = np.asarray(kernel(self.place(arrays, mesh), keywords, mesh))
+        assert np.isnan(out[0]).all()
+        assert_close(out[1:], np.asarray(reference(arrays, keywords))[1:])
+
+    def test_one_row_of_a_shared_pool(self, mesh):
+        arrays, keywords = block_inputs(dataclasses.replace(self.CASE, batch=1, pages=7, lengths=(25,)))
+        arrays = (*arrays[:3], jnp.asarray([[5, 4]], jnp.int32), *arrays[4:])  # a prefill
+        assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
+
+    def test_contiguous(self, mesh):
+        arrays, keywords = block_inputs(dataclasses.replace(self.CASE, page_size=40, pages=None, lengths=None))
+        assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
+
+    def test_trees_and_heads_that_do_not_divide(self, mesh):
+        case = BlockCase(batch=4, kv_heads=3, page_size=40, pages=None, visibility="tree")
+        arrays, keywords = block_inputs(case)
+        assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
