@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -478,6 +479,22 @@ def test_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         export(tmp_path / "d", readme="second")
     assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_export_that_can_not_take_its_place_puts_the_earlier_one_back(tmp_path, monkeypatch):
+    export(tmp_path / "d", readme="first")
+    rename = pathlib.Path.rename
+
+    def refuse_new(self, to):
+        if self.name == "new":
+            raise OSError("no such right")
+        return rename(self, to)
+
+    monkeypatch.setattr(pathlib.Path, "rename", refuse_new)
+    with pytest.raises(OSError, match="no such right"):
+        export(tmp_path / "d", readme="second")
+    assert (tmp_path / "d" / "README.md").read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
