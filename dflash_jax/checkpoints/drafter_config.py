@@ -217,10 +217,9 @@ def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> No
             "speculators_model_type is set: this is a checkpoint of the speculators format, which is not supported "
             "yet; convert it to the z-lab format (config.json with dflash_config)"
         )
-    for field in ("projector_type",):
-        kind = _either(hf, inner, field)
-        if kind not in (None, "dflash"):
-            raise ConfigError(f"{field} is {kind!r}, which is not supported; supported is plain DFlash (none set)")
+    projector = _either(hf, inner, "projector_type")
+    if projector not in (None, "dflash"):
+        raise ConfigError(f"projector_type is {projector!r}, which is not supported; plain DFlash sets none")
     architectures = hf.get("architectures")
     if architectures and _ARCHITECTURE not in architectures:
         raise ConfigError(f"architectures is {architectures!r}, supported is {[_ARCHITECTURE]!r}")

@@ -117,7 +117,7 @@ def test_dflash_config_wins_over_the_top_level():
     assert (config.block_size, config.mask_token_id) == (16, 151669)
 
 
-def test_one_wide_layer_sliding_and_gemma_factors():
+def test_sliding_layers_and_factors():
     hf = changed(
         OLD,
         layer_types=[SLIDING] * 4 + [FULL],
