@@ -208,7 +208,8 @@ def _one_chunk(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, wei
     z_BxAxJxU = softcap(raw, math.softcap)
     peak_BxAxJ = z_BxAxJxU.max(-1)
     lse_BxAxJ = peak_BxAxJ + jnp.log(jnp.sum(jnp.exp(z_BxAxJxU - peak_BxAxJ[..., None]), -1))
-    is_label_BxAxJxU = label_BxAxJ[..., None] == jnp.arange(head_DxU.shape[1], dtype=label_BxAxJ.dtype)
+    id_U = jnp.arange(head_DxU.shape[1], dtype=label_BxAxJ.dtype)
+    is_label_BxAxJxU = label_BxAxJ[..., None] == id_U[None, None, None]
     label_z_BxAxJ = jnp.sum(jnp.where(is_label_BxAxJxU, z_BxAxJxU, 0.0), -1)
     known_BxAxJ = label_BxAxJ >= 0
     hard_weight_BxAxJ = jnp.where(known_BxAxJ, weight_BxAxJ, 0.0)

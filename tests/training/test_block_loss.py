@@ -1,0 +1,170 @@
+"""The batched training loss against the slow reference, and what its gradient may touch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dflash_jax.config import FULL
+from dflash_jax.drafters.contract import SharedWeights
+from dflash_jax.training.anchors import sample_anchors
+from dflash_jax.training.block_forward import block_forward
+from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.step import Frozen, StepConfig, make_loss
+from tests.training import slow_reference, toy
+
+KEY = jax.random.key(5)
+CONFIG = toy.drafter_config()
+GRAPHDEF, PARAMS = toy.drafter(CONFIG)
+TARGET_CONFIG = toy.target_config()
+DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(toy.VOCAB)[:29]).astype(np.int32)
+
+
+def frozen(pruned: bool) -> Frozen:
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(toy.VOCAB, toy.HIDDEN)).astype(np.float32)
+    head = rng.normal(size=(toy.HIDDEN, toy.VOCAB)).astype(np.float32)
+    if not pruned:
+        return Frozen(SharedWeights(jnp.asarray(table), jnp.asarray(head)))
+    inverse = np.full(toy.VOCAB, -1, np.int32)
+    inverse[DRAFT_IDS] = np.arange(len(DRAFT_IDS))
+    shared = SharedWeights(jnp.asarray(table), jnp.asarray(head[:, DRAFT_IDS]), jnp.asarray(DRAFT_IDS))
+    return Frozen(shared, jnp.asarray(inverse))
+
+
+@functools.cache
+def loss_and_grad(loss_config: LossConfig, num_anchors: int = 5, softcap: float | None = None):
+    step = StepConfig(num_anchors, CONFIG.block_size, loss_config)
+    loss = make_loss(step, GRAPHDEF, CONFIG, toy.target_config(final_logit_softcap=softcap))
+
+    def total(params, frozen, batch):
+        sums = loss(params, KEY, frozen, batch)
+        return sums.loss, sums
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def chosen_anchors(batch, num_anchors):
+    anchor, keep = sample_anchors(
+        KEY, batch["epoch_B"], batch["id_B"], batch["loss_mask_BxS"], batch["length_B"], num_anchors
+    )
+    return {row: np.asarray(anchor[row])[np.asarray(keep[row])].tolist() for row in range(len(anchor))}
+
+
+def assert_trees_close(ours, theirs, tolerance):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        scale = max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a / scale, b / scale, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("pruned", "loss_config", "softcap"),
+    [
+        (True, LossConfig(0.3, 0.7, gamma=2.0, chunk_slots=30), 4.0),
+        (False, LossConfig(1.0, 0.0, gamma=None, chunk_slots=1), None),
+    ],
+    ids=["pruned-soft-and-hard", "whole-hard"],
+)
+def test_loss_and_gradient_equal_the_slow_reference(pruned, loss_config, softcap):
+    batch = toy.feed(toy.batch())
+    held = frozen(pruned)
+    (value, sums), grads = loss_and_grad(loss_config, 5, softcap)(PARAMS, held, batch)
+    anchors = chosen_anchors(batch, 5)
+    assert [len(a) for a in anchors.values()] == [5, 5, 5]
+
+    def slow(params):
+        return slow_reference.loss(
+            GRAPHDEF, params, held.shared, batch, anchors, CONFIG.block_size,
+            hard_weight=loss_config.hard_weight, soft_weight=loss_config.soft_weight, gamma=loss_config.gamma,
+            target_to_draft=held.target_to_draft_V, teacher_softcap=softcap,
+        )  # fmt: skip
+
+    (expected, weights), expected_grads = jax.value_and_grad(slow, has_aux=True)(PARAMS)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(sums.denominator, weights, rtol=1e-6)
+    assert_trees_close(grads, expected_grads, 1e-5)
+
+
+def one_block_loss(taps_SxTD, token_S, anchors, which, table_VxD=None):
+    """Sum of squares of one block's states among several; differentiable in the features and the table."""
+    held = frozen(False)
+    shared = held.shared if table_VxD is None else held.shared.replace(embedding_VxD=table_VxD)
+    keep = jnp.ones((1, len(anchors)), bool)
+    hidden = block_forward(
+        nnx.merge(GRAPHDEF, PARAMS), shared, token_S[None], taps_SxTD[None], jnp.asarray([anchors]), keep, 4
+    )
+    return jnp.sum(jnp.square(hidden[0, which, 1:] * jnp.arange(1.0, 17.0)[None]))
+
+
+def test_b66_a_block_depends_on_nothing_at_or_behind_its_anchor_nor_on_other_blocks():
+    rng = np.random.default_rng(0)
+    taps = jnp.asarray(rng.normal(size=(12, 2 * toy.HIDDEN)), jnp.float32)
+    token = jnp.asarray([*range(20, 25), 7, 26, 9, *range(28, 32)], jnp.int32)  # anchors 5 and 7: tokens 7 and 9
+    table = frozen(False).shared.embedding_VxD
+    gradient = jax.jit(jax.grad(one_block_loss, argnums=(0, 4)), static_argnums=(2, 3))
+    for which, anchor in enumerate((5, 7)):
+        by_feature, by_table = gradient(taps, token, (5, 7), which, table)
+        touched = np.abs(by_feature).max(axis=1)
+        assert (touched[:anchor] > 0).all() and (touched[anchor:] == 0).all()
+        read = np.flatnonzero(np.abs(by_table).max(axis=1))
+        assert read.tolist() == sorted([toy.MASK, int(token[anchor])])
+
+
+def test_b66_the_loss_of_a_block_is_the_same_among_others():
+    batch = toy.batch(rows=1, length=80, starts=(4,), ends=(80,))
+    taps, token = jnp.asarray(batch["taps_BxSxTD"][0]), jnp.asarray(batch["tokens_BxS"][0])
+    value = jax.jit(one_block_loss, static_argnums=(2, 3))
+    alone = value(taps, token, (30,), 0)
+    many = value(taps, token, tuple(range(10, 75)), 20)
+    np.testing.assert_allclose(many, alone, rtol=1e-6)
+
+
+def test_b70_a_row_without_anchors_adds_nothing():
+    batch = toy.batch(rows=2, starts=(24, 2), ends=(24, 17))
+    run = loss_and_grad(LossConfig(0.3, 0.7, chunk_slots=8))
+    (value, sums), grads = run(PARAMS, frozen(True), toy.feed(batch))
+    (alone, alone_sums), alone_grads = run(PARAMS, frozen(True), toy.feed({k: x[1:] for k, x in batch.items()}))
+    assert np.isfinite(value)
+    np.testing.assert_allclose(value, alone, rtol=1e-6)
+    np.testing.assert_allclose(sums.denominator, alone_sums.denominator, rtol=1e-6)
+    assert_trees_close(grads, alone_grads, 1e-6)
+
+
+def test_b70_an_empty_batch_has_no_loss_and_no_gradient():
+    batch = toy.batch(rows=2, starts=(24, 24), ends=(24, 24))
+    (value, sums), grads = loss_and_grad(LossConfig(0.3, 0.7, chunk_slots=8))(PARAMS, frozen(True), toy.feed(batch))
+    assert value == 0 and sums.denominator == 0
+    assert all((x == 0).all() for x in jax.tree.leaves(grads))
+
+
+def test_features_computed_in_the_step_equal_cached_ones():
+    from dflash_jax.models.whole_rows import forward_rows
+
+    target = toy.target()
+    batch = toy.feed(toy.batch(features=False))
+    step = StepConfig(4, CONFIG.block_size, LossConfig(0.3, 0.7))
+    loss = jax.jit(make_loss(step, GRAPHDEF, CONFIG, target.config, target.graphdef))
+    result = forward_rows(nnx.merge(target.graphdef, target.params), batch["tokens_BxS"], CONFIG.target_layer_ids)
+    cached = batch | {"taps_BxSxTD": result.taps_BxMxTD, "hidden_BxSxD": result.hidden_BxMxD}
+    held = frozen(False)
+    online = loss(PARAMS, KEY, held.replace(target=target.params), batch)
+    offline = loss(PARAMS, KEY, held, cached)
+    np.testing.assert_allclose(online.loss, offline.loss, rtol=1e-6)
+
+
+def test_a_wide_window_and_two_sided_layers_equal_full_attention():
+    batch = toy.feed(toy.batch())
+    anchor, keep = jnp.asarray([[6, 9], [3, 8], [11, 15]]), jnp.ones((3, 2), bool)
+
+    def run(config):
+        graphdef = toy.drafter(config)[0]
+        return block_forward(
+            nnx.merge(graphdef, PARAMS), frozen(False).shared, batch["tokens_BxS"], batch["taps_BxSxTD"], anchor, keep, 4
+        )
+
+    wide = run(toy.drafter_config(sliding_window=1000, causal=False))
+    full = run(toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None))
+    np.testing.assert_allclose(wide, full, atol=1e-6)
