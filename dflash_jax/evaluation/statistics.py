@@ -1,125 +1,173 @@
-"""Numbers of a decoding run: acceptance from what rounds emitted, speed from the wall clock of events."""
+"""Acceptance statistics: one set of definitions for training, benchmarks and the server.
+
+A *round* is one call of the target after the prefill. The first token of an answer comes from the prefill and
+belongs to no round, so sum(emitted) + 1 is the number of tokens of an answer. Of a round,
+
+    emitted    tokens really given out, the target's own token (correction or bonus) included, cut where the
+               answer ended
+    proposed   drafted tokens, whatever became of them
+    accepted   drafted tokens among the emitted ones: emitted - 1, or emitted where the answer ended within
+               the draft and the target's own token was never given out
+
+    tau = sum(emitted) / rounds            (plain decoding: 1; block size K: at most K)
+    acceptance rate = sum(accepted) / sum(proposed)
+
+A number whose denominator is zero is None, never 0 and never an error: before the first round there is no tau.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
-
-from dflash_jax.decoding.engine import Engine, Request, timed_events
+from typing import Any
 
 
-class HasAcceptance(Protocol):
-    """An answer with the tokens that each of its rounds emitted, as `decoding.generate.Result` has them."""
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What one round gave for one answer.
 
-    acceptance: Sequence[int]
-
-
-def acceptance_statistics(results: Iterable[HasAcceptance], block_size: int) -> dict[str, Any]:
-    """How many tokens a target call gave, over several answers.
-
-    A round is one draft and one target call after the prefill. Its tokens are those really returned, so a
-    last round that a stop or a limit cut counts with what was left of it; the answer's first token comes
-    from the prefill and is in no round. The target's own token, correction or bonus, is counted in.
-
-    Args:
-      results: answers; their last round is taken to be the one that ended them.
-      block_size: tokens of a target call, root included (1 for plain decoding): what a round emits at most.
-
-    Returns:
-      rounds, tokens: how many, tokens those of the rounds.
-      tau_global: tokens / rounds. tau_mean: mean over the answers (with a round) of their own.
-      histogram: {n: rounds that emitted n tokens}, n = 1 .. block_size.
-      conditional_acceptance: of drafts j = 1 .. block_size - 1, the share accepted among those whose
-        predecessors were. An answer's last round says nothing of the drafts behind its end, so there a draft
-        counts only where a token came after it.
-
-      What has no denominator is None.
-
-    Raises:
-      ValueError: a round emitted no token, or more than block_size.
+    Attributes:
+      emitted: tokens given out, at least 1.
+      proposed: drafted tokens (run-time block size - 1; 0 in plain decoding).
+      accepted: drafted tokens among the emitted; None where the decoder did not say: then emitted - 1, which
+        is one too few where the answer ended within the draft.
+      ends: whether the answer ended with this round, by a stop or a limit.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}, must be at least 1")
-    answers = [list(result.acceptance) for result in results]
-    whole = Counter(n for answer in answers for n in answer[:-1])
-    last = Counter(answer[-1] for answer in answers if answer)
-    counts = whole + last
-    wrong = [n for n in counts if not 1 <= n <= block_size]
-    if wrong:
-        raise ValueError(f"a round emitted {wrong[0]} tokens, with block_size {block_size} it emits 1 to {block_size}")
-    rounds, tokens = counts.total(), sum(n * times for n, times in counts.items())
-    conditional = []
-    for j in range(1, block_size):
-        accepted = sum(times for n, times in counts.items() if n > j)
-        conditional.append(_ratio(accepted, accepted + whole[j]))
-    own = [sum(answer) / len(answer) for answer in answers if answer]
-    return {
-        "rounds": rounds,
-        "tokens": tokens,
-        "tau_global": _ratio(tokens, rounds),
-        "tau_mean": statistics.fmean(own) if own else None,
-        "histogram": {n: counts[n] for n in range(1, block_size + 1)},
-        "conditional_acceptance": conditional,
-    }
+
+    emitted: int
+    proposed: int
+    accepted: int | None = None
+    ends: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.emitted <= self.proposed + 1:
+            raise ValueError(f"a round emitted {self.emitted} tokens, must lie in [1, {self.proposed + 1}]")
+        least = self.emitted - 1
+        most = min(self.emitted, self.proposed) if self.ends else least
+        if self.accepted is not None and not least <= self.accepted <= most:
+            raise ValueError(
+                f"a round that emitted {self.emitted} of {self.proposed} drafted tokens and the target's own can not "
+                f"have accepted {self.accepted}: {least}" + (f" or {most}" if most > least else "")
+            )
+
+    @property
+    def kept(self) -> int:
+        """Accepted drafts, with the default filled in."""
+        return self.emitted - 1 if self.accepted is None else self.accepted
+
+    @property
+    def refused(self) -> bool:
+        """Whether the draft behind the accepted ones is known to have been refused by the target.
+
+        Not so where all were accepted, nor in the last round of an answer: what lies behind its end was cut, and
+        maybe never compared.
+        """
+        return not self.ends and self.kept < self.proposed
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None
+def rounds_of(acceptance: Sequence[int], block_size: int) -> list[Round]:
+    """The rounds of one finished answer, of its acceptance list (`Result.acceptance`)."""
+    last = len(acceptance) - 1
+    return [Round(count, block_size - 1, ends=i == last) for i, count in enumerate(acceptance)]
 
 
 @dataclasses.dataclass
-class TimedRun:
-    """One answer and when its tokens came.
+class AcceptanceCounter:
+    """Running totals, cheap to add to and to merge.
 
     Attributes:
-      token_ids, acceptance, finish_reason: as in `decoding.generate.Result`.
-      seconds: from the call to the last token, prefill included.
-      first_token_s: from the call to the first token: the prefill.
+      rounds, emitted, proposed, accepted: sums over rounds.
+      histogram: rounds by the number of tokens emitted.
+      compared, kept: by draft position (from 1): rounds in which the draft was compared with the target's choice
+        (all before it were accepted, and the answer had not ended), and in which it was accepted.
+      answers: finished or running answers with at least one round; sum_of_means: of their own tau.
     """
 
-    token_ids: list[int]
-    acceptance: list[int]
-    finish_reason: str
-    seconds: float
-    first_token_s: float
+    rounds: int = 0
+    emitted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    histogram: Counter[int] = dataclasses.field(default_factory=Counter)
+    compared: Counter[int] = dataclasses.field(default_factory=Counter)
+    kept: Counter[int] = dataclasses.field(default_factory=Counter)
+    answers: int = 0
+    sum_of_means: float = 0.0
+
+    def add_round(self, one: Round) -> None:
+        """Counts a round; the mean over answers is not touched (see `add_answer`)."""
+        self.rounds += 1
+        self.emitted += one.emitted
+        self.proposed += one.proposed
+        self.accepted += one.kept
+        self.histogram[one.emitted] += 1
+        positions = range(1, one.kept + 1)
+        self.kept.update(positions)
+        self.compared.update(positions)
+        if one.refused:
+            self.compared[one.kept + 1] += 1
+
+    def add_answer(self, rounds: Iterable[Round]) -> None:
+        """Counts all rounds of an answer. One of a single token has none and does not count as an answer."""
+        rounds = list(rounds)
+        for one in rounds:
+            self.add_round(one)
+        self.close_answer(rounds=len(rounds), emitted=sum(one.emitted for one in rounds))
+
+    def close_answer(self, rounds: int, emitted: int) -> None:
+        """Counts an answer, whose rounds were added one by one, in the mean over answers."""
+        if rounds:
+            self.answers += 1
+            self.sum_of_means += emitted / rounds
+
+    def merge(self, other: AcceptanceCounter) -> None:
+        """Adds another counter's totals."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens a round, over all rounds."""
+        return _ratio(self.emitted, self.rounds)
+
+    @property
+    def tau_per_answer(self) -> float | None:
+        """Mean of the answers' own tau: every answer weighs the same."""
+        return _ratio(self.sum_of_means, self.answers)
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted of proposed drafts."""
+        return _ratio(self.accepted, self.proposed)
+
+    def per_position(self) -> list[float | None]:
+        """Conditional acceptance: of the rounds that compared draft j (from 1), the share that accepted it."""
+        deepest = max(self.compared, default=0)
+        return [_ratio(self.kept[j], self.compared[j]) for j in range(1, deepest + 1)]
+
+    def summary(self) -> dict[str, Any]:
+        """All of it, JSON-able; histogram[i] is the number of rounds that emitted i tokens (histogram[0] is 0)."""
+        return {
+            "rounds": self.rounds,
+            "answers": self.answers,
+            "emitted": self.emitted,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "tau": self.tau,
+            "tau_per_answer": self.tau_per_answer,
+            "acceptance_rate": self.rate,
+            "histogram": [self.histogram[i] for i in range(max(self.histogram, default=0) + 1)],
+            "per_position": self.per_position(),
+        }
 
 
-def timed_run(engine: Engine, request: Request) -> TimedRun:
-    """Answers one request alone in the engine, on the wall clock. The programs should be compiled already.
-
-    Raises:
-      ValueError: the request can not be decoded.
-    """
-    tokens: list[int] = []
-    acceptance: list[int] = []
-    first = seconds = 0.0
-    reason = ""
-    for seconds, event in timed_events(engine, [request]):
-        if tokens:
-            acceptance.append(len(event.token_ids))
-        else:
-            first = seconds
-        tokens += event.token_ids
-        reason = event.finish_reason or reason
-    return TimedRun(tokens, acceptance, reason, seconds, first)
+def summarise(acceptance: Iterable[Sequence[int]], block_size: int) -> dict[str, Any]:
+    """`AcceptanceCounter.summary` of finished answers' acceptance lists, decoded at one block size."""
+    counter = AcceptanceCounter()
+    for one in acceptance:
+        counter.add_answer(rounds_of(one, block_size))
+    return counter.summary()
 
 
-def speed_statistics(runs: Sequence[TimedRun]) -> dict[str, Any]:
-    """Medians over repeated runs of one answer.
-
-    Returns:
-      tokens_per_s: all tokens over the whole time, prefill included.
-      decode_tokens_per_s: the tokens after the first over the time after it; None for answers of one token.
-      seconds, first_token_s: medians. run_seconds: of each run.
-    """
-    decode = [_ratio(len(run.token_ids) - 1, run.seconds - run.first_token_s) for run in runs]
-    return {
-        "tokens_per_s": statistics.median(len(run.token_ids) / run.seconds for run in runs),
-        "decode_tokens_per_s": None if None in decode else statistics.median(decode),
-        "seconds": statistics.median(run.seconds for run in runs),
-        "first_token_s": statistics.median(run.first_token_s for run in runs),
-        "run_seconds": [run.seconds for run in runs],
-    }
+def _ratio(numerator: float, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
