@@ -1,0 +1,29 @@
+"""A compilation cache on disk: the second start of a program compiles nothing."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+
+from dflash_jax.checkpoints.pypi import cache_dir
+
+
+def use_compilation_cache() -> pathlib.Path:
+    """Keeps compiled programs in the `xla` folder of the program's cache ($DFLASH_JAX_CACHE).
+
+    A directory that is already set (JAX_COMPILATION_CACHE_DIR, or jax.config) is left as it is. Call it before the
+    first compilation.
+
+    Returns:
+      The directory in use.
+    """
+    configured = jax.config.jax_compilation_cache_dir
+    if configured:
+        return pathlib.Path(configured)
+    directory = cache_dir() / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # Small programs too: a start runs some dozens of them, and each takes a fraction of a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
