@@ -1,0 +1,79 @@
+"""What the entry points share: flags, and errors said plainly instead of shown as tracebacks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import app, flags
+
+from dflash_jax.checkpoints.placement import CheckpointError
+from dflash_jax.config import ConfigError
+
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """`absl.app.run`, with exit status 1 and one line for what the user can put right.
+
+    That is a flag, a field of the config (ConfigError) or a checkpoint (CheckpointError). Anything else is a
+    fault of the program and keeps its traceback.
+    """
+
+    def plainly(argv: list[str]) -> None:
+        if len(argv) > 1:
+            fail(f"unexpected argument {argv[1]!r}: every flag is written --name=value")
+        _check_config_file()
+        try:
+            main(argv)
+        except (ConfigError, CheckpointError) as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+    app.run(plainly, flags_parser=parse_flags)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's flag parsing; what is wrong with a config file or a field of it is an error like any other."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        fail(_without_traceback(str(error)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # from ml_collections
+        given = [arg for arg in argv if arg.startswith(("--config.", "-config."))]
+        if not given:
+            raise
+        while error.args and isinstance(error.args[0], Exception):
+            error = error.args[0]
+        reason = " ".join(str(error.args[0]).split())  # 'name' Did you mean ...
+        name = reason.split("'")[1] if reason.startswith("'") else ""
+        flag = next((arg for arg in given if name and f".{name}" in arg), " ".join(given))
+        fail(f"{flag} names no field of the config: it has no {reason}")
+
+
+def _check_config_file() -> None:
+    """config_flags takes a missing file as a config that fails at its first use; said here instead."""
+    flag = flags.FLAGS["config"]
+    try:
+        flag.value.keys()
+    except OSError as error:
+        fail(f"--config names a file that can not be read: {str(error).strip().splitlines()[-1].strip()}")
+
+
+def _without_traceback(message: str) -> str:
+    """Of a traceback within an error of config_flags, its last line and where it was raised."""
+    if "Traceback (most recent call last):" not in message:
+        return message
+    head, _, trace = message.partition("Traceback (most recent call last):")
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    places = [line for line in lines if line.startswith("File ")]
+    return f"{' '.join(head.split())} {lines[-1]}" + (f" ({places[-1]})" if places else "")
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with a message on stderr and status 1."""
+    print(f"FATAL {message}\nPass --help to see the flags; the config file names all fields.", file=sys.stderr)
+    sys.exit(1)

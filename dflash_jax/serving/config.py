@@ -1,0 +1,137 @@
+"""The config of serve.py as dataclasses: every field is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from dflash_jax.config import ConfigError, from_config_dict
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSection:
+    """`source` as `load_target` takes it. dtype: float32, bfloat16 or float16."""
+
+    source: str
+    dtype: str | None = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSection:
+    """`source` as `load_drafter` takes it; "" decodes plainly.
+
+    Attributes:
+      block_size: tokens of a round, root included; None is the trained size.
+      proposal: "argmax" or "drawn"; read by sampled decoding only.
+    """
+
+    source: str = ""
+    block_size: int | None = None
+    proposal: str = "argmax"
+
+    def __post_init__(self) -> None:
+        _check("drafter.block_size", self.block_size, lambda k: k is None or k >= 2, "at least 2, or None")
+        _check("drafter.proposal", self.proposal, lambda p: p in ("argmax", "drawn"), "argmax or drawn")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationSection:
+    """How answers are made.
+
+    Attributes:
+      max_tokens: the most tokens of an answer.
+      temperature, top_p, top_k, min_p: sampling; 0, 1, 0, 0 mean off, temperature 0 is greedy.
+      seed: of the sampling; turn i of a chat uses seed + i.
+      chat_template: False gives the prompt to the model as it is.
+      chat_template_kwargs: options that the template reads, such as enable_thinking.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    chat_template: bool = True
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check("generation.max_tokens", self.max_tokens, lambda n: n >= 1, "at least 1")
+        _check(
+            "generation.temperature", self.temperature, lambda t: 0 <= t < math.inf,
+            "a finite number >= 0; 0 decodes greedily",
+        )  # fmt: skip
+        _check("generation.top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]; 1 switches top-p off")
+        _check("generation.top_k", self.top_k, lambda k: k >= -1, "at least 1; 0 or -1 switches top-k off")
+        _check("generation.min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]; 0 switches min-p off")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonSection:
+    """repeats: timed runs of plain decoding and of DFlash, in turn; medians are shown."""
+
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        _check("comparison.repeats", self.repeats, lambda n: n >= 1, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """Devices: `data` x `tensor` of them."""
+
+    data: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _check("mesh.data", self.data, lambda n: n >= 1, "at least 1")
+        _check("mesh.tensor", self.tensor, lambda n: n >= 1, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """The whole config; a section for each of its groups."""
+
+    target: TargetSection
+    drafter: DrafterSection = dataclasses.field(default_factory=DrafterSection)
+    generation: GenerationSection = dataclasses.field(default_factory=GenerationSection)
+    comparison: ComparisonSection = dataclasses.field(default_factory=ComparisonSection)
+    mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
+
+
+_SECTIONS = {
+    "target": TargetSection,
+    "drafter": DrafterSection,
+    "generation": GenerationSection,
+    "comparison": ComparisonSection,
+    "mesh": MeshSection,
+}
+
+
+def read_config(config: ConfigDict) -> ServeConfig:
+    """The dataclasses of a config.
+
+    Raises:
+      ConfigError: a section or field is unknown, missing, or has a value that can not be.
+    """
+    sections = {}
+    for name, values in config.to_dict().items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"the config has a section {name!r}; serve.py knows {', '.join(_SECTIONS)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{name} is {values!r}, must be a section with fields of its own")
+        sections[name] = from_config_dict(_SECTIONS[name], values)
+    return from_config_dict(ServeConfig, sections)
+
+
+def _check(name: str, value: Any, ok: Any, must: str) -> None:
+    try:
+        right = bool(ok(value))
+    except TypeError:
+        right = False
+    if not right:
+        raise ConfigError(f"{name} is {value!r}, must be {must}")

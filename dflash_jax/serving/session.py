@@ -1,0 +1,137 @@
+"""A loaded target and drafter that answer one prompt after another, with and without the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash_jax.checkpoints.tokenizer import StreamDecoder
+from dflash_jax.config import ConfigError
+from dflash_jax.data.conversations import encode_prompt
+from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
+from dflash_jax.decoding.generate import Delta
+from dflash_jax.drafters.contract import Drafter
+from dflash_jax.models.target import Target
+from dflash_jax.serving.config import DrafterSection, GenerationSection
+
+PLAIN, DFLASH = "plain", "dflash"
+
+
+class PromptTooLong(ConfigError):
+    """A prompt that leaves no room for an answer in the target's context."""
+
+
+class Session:
+    """Answers prompts one at a time; compiled programs and caches are kept between them.
+
+    A cache has the capacity that prompt and answer need, in buckets: each new bucket compiles its own programs
+    (`prepare`), and every prompt that fits runs on what is there.
+
+    Args:
+      target, drafter: drafter None: plain decoding only.
+      generation: how answers are made.
+      options: the drafter's run-time options.
+
+    Raises:
+      ConfigError: block_size does not suit the drafter, or texts are to be answered without a tokenizer.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, generation: GenerationSection, options: DrafterSection
+    ):  # fmt: skip
+        if target.tokenizer is None:
+            raise ConfigError(f"target.source is {target.source!r}, which has no tokenizer: it can not answer texts")
+        if drafter is not None and options.block_size is not None and options.block_size > drafter.block_size:
+            raise ConfigError(
+                f"drafter.block_size is {options.block_size}, but {drafter.source} was trained with blocks of "
+                f"{drafter.block_size}; set it to at most that, or to None"
+            )
+        self.target, self.drafter, self.generation, self.options = target, drafter, generation, options
+        self._engines: dict[tuple[str, int], Engine] = {}
+
+    def block_size(self, mode: str) -> int:
+        """Tokens of a target call in a round."""
+        if mode == PLAIN or self.drafter is None:
+            return 1
+        return self.options.block_size or self.drafter.block_size
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation, or of the last message as it is where no chat template is wanted.
+
+        Raises:
+          ConfigError: there is no template, or it refuses the messages or its options.
+        """
+        if not self.generation.chat_template:
+            return self.target.tokenizer.encode(messages[-1]["content"])
+        if self.target.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{self.target.source} has no chat template; set generation.chat_template=False to give it the prompt "
+                "as it is"
+            )
+        return encode_prompt(self.target.tokenizer, messages, **self.generation.chat_template_kwargs)
+
+    def request(self, prompt_ids: Sequence[int], turn: int = 0) -> Request:
+        """What the engine is asked for.
+
+        Raises:
+          PromptTooLong: nothing of the context is left for an answer.
+          ConfigError: the prompt has no tokens.
+        """
+        limit = self.target.config.max_positions
+        if not prompt_ids:
+            raise ConfigError("the prompt has no tokens: at least one is needed to start from")
+        if len(prompt_ids) >= limit:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens, the context of {self.target.source} holds {limit}: nothing "
+                "is left to answer with"
+            )
+        g = self.generation
+        return Request(
+            prompt_ids, g.max_tokens, g.temperature, g.top_k, g.top_p, g.min_p, g.seed + turn, self.target.eos_token_ids
+        )
+
+    def is_prepared(self, mode: str, request: Request) -> bool:
+        """Whether the programs that this request needs are compiled."""
+        return (mode, self._capacity(request)) in self._engines
+
+    def prepare(self, mode: str, request: Request) -> Engine:
+        """The engine for a request, its programs compiled and run once."""
+        key = (mode, self._capacity(request))
+        if key not in self._engines:
+            engine = Engine(
+                self.target,
+                self.drafter if mode == DFLASH else None,
+                max_length=key[1],
+                block_size=self.block_size(mode),
+                greedy=self.generation.temperature == 0,
+                proposal=self.options.proposal,
+            )
+            # Two rounds at least: the second runs on what the first left, in the layout it left it in.
+            size = min(2 * engine.block_size + 1, key[1] - 1)
+            rehearsal = Request(list(request.prompt_ids[:1]), size, request.temperature, request.top_k, request.top_p,
+                                request.min_p)  # fmt: skip
+            for _ in engine.run([rehearsal]):
+                pass
+            self._engines[key] = engine
+        return self._engines[key]
+
+    def stream(self, mode: str, request: Request) -> Iterator[Delta]:
+        """The pieces of an answer as they come. An answer that is not read to its end costs its engine's cache."""
+        engine = self.prepare(mode, request)
+        decoder = StreamDecoder(self.target.tokenizer)
+        finished = False
+        try:
+            for event in engine.run([request]):
+                text = decoder.push(event.token_ids)
+                finished = event.finish_reason is not None
+                if finished:
+                    text += decoder.finish()
+                yield Delta(event.index, event.token_ids, text, event.finish_reason)
+        finally:
+            if not finished:
+                # Its row is still taken, and a step that was broken off has given its state away. The programs stay.
+                self._engines = {key: other for key, other in self._engines.items() if other is not engine}
+
+    def _capacity(self, request: Request) -> int:
+        limit = self.target.config.max_positions
+        return capacity_bucket(min(len(request.prompt_ids) + request.max_tokens, limit), limit)
