@@ -31,6 +31,7 @@ def make_cache(
     dtype: jnp.dtype,
     *,
     page_size: int | None = None,
+    num_pages: int | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
     """An empty cache for target and drafter layers together.
@@ -40,61 +41,83 @@ def make_cache(
       batch: rows; a multiple of the mesh's data axis.
       capacity: rows of context that each batch row can hold.
       page_size: None for the contiguous layout (a page a row), else slots a page; must divide capacity.
+      num_pages: of the pool, a multiple of the mesh's data axis; None: as many as fill every row. Paged only.
 
     Returns:
       A KVCache of zeros with all lengths 0. Paged: every entry of the page table points at no page (its
       value is the number of pages), until `PageAllocator` hands some out.
 
     Raises:
-      ValueError: page_size does not divide capacity, or the mesh's data axis does not divide batch.
+      ValueError: page_size does not divide capacity, or the mesh's data axis does not divide batch or num_pages.
     """
     shards = sharding.data_parallel_size(mesh)
     if batch % shards:
         raise ValueError(f"batch is {batch}, must be a multiple of the mesh's data axis ({shards})")
     if page_size is not None and capacity % page_size:
         raise ValueError(f"page_size {page_size} does not divide the capacity {capacity}")
+    if page_size is None and num_pages is not None:
+        raise ValueError(f"num_pages is {num_pages}, but the contiguous layout has a page a row; set page_size")
     pages_a_row = 1 if page_size is None else capacity // page_size
-    num_pages = batch * pages_a_row
+    num_pages = batch * pages_a_row if num_pages is None else num_pages
+    if num_pages < 1 or num_pages % shards:
+        raise ValueError(f"num_pages is {num_pages}, must be a positive multiple of the mesh's data axis ({shards})")
     shapes = abstract_layers(specs, num_pages, capacity if page_size is None else page_size, storage_dtype(dtype))
 
-    def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        if mesh is None:
-            return jnp.zeros(shape.shape, shape.dtype)
-        place = sharding.named_sharding(mesh, POOL_AXES, shape.shape)
-        return jnp.zeros(shape.shape, shape.dtype, device=place)
+    def full(shape: Sequence[int], value: int, dtype: jnp.dtype, axes: Sequence[str | None]) -> jax.Array:
+        place = None if mesh is None else sharding.named_sharding(mesh, axes, shape)
+        return jnp.full(shape, value, dtype, device=place)
 
-    table = None if page_size is None else jnp.full((batch, pages_a_row), num_pages, jnp.int32)
     return KVCache(
-        k=tuple(zeros(s) for s in shapes),
-        v=tuple(zeros(s) for s in shapes),
-        page_table_BxT=table,
-        length_B=jnp.zeros((batch,), jnp.int32),
+        k=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes),
+        v=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes),
+        page_table_BxT=None if page_size is None else full((batch, pages_a_row), num_pages, jnp.int32, ("batch", None)),
+        length_B=full((batch,), 0, jnp.int32, ("batch",)),
     )
 
 
 class PageAllocator:
-    """Hands out pages of the pool. All or nothing; a page has one owner; freeing twice is an error."""
+    """Hands out pages of the pool. All or nothing; a page has one owner; freeing twice is an error.
 
-    def __init__(self, num_pages: int):
+    Args:
+      num_pages: of the pool.
+      shards: the mesh's data axis. Shard s holds pages s * num_pages / shards and on; all pages of an owner
+        come from one shard, since a device reads only the pages that it holds.
+
+    Raises:
+      ValueError: shards does not divide num_pages.
+    """
+
+    def __init__(self, num_pages: int, shards: int = 1):
+        if shards < 1 or num_pages < 1 or num_pages % shards:
+            raise ValueError(f"num_pages is {num_pages}, must be a positive multiple of shards ({shards})")
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.pages_a_shard = num_pages // shards
+        # The lowest page is handed out first.
+        self._free = [
+            list(range((shard + 1) * self.pages_a_shard - 1, shard * self.pages_a_shard - 1, -1))
+            for shard in range(shards)
+        ]
         self._owned: dict[int, list[int]] = {}
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Free pages of all shards together."""
+        return sum(len(free) for free in self._free)
 
-    def allocate(self, owner: int, count: int) -> np.ndarray | None:
-        """`count` pages for `owner`, or None (and nothing taken) when there are not enough.
+    def allocate(self, owner: int, count: int, shard: int = 0) -> np.ndarray | None:
+        """`count` pages of a shard for `owner`, or None (and nothing taken) when it has not enough.
 
         Raises:
-          ValueError: the owner holds pages already.
+          ValueError: the owner holds pages already, or count is below 1.
         """
         if owner in self._owned:
             raise ValueError(f"owner {owner} already holds pages {self._owned[owner]}; free them first")
-        if count > len(self._free):
+        if count < 1:
+            raise ValueError(f"{count} pages asked for owner {owner}, must be at least 1")
+        free = self._free[shard]
+        if count > len(free):
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [free.pop() for _ in range(count)]
         self._owned[owner] = pages
         return np.asarray(pages, np.int32)
 
@@ -106,4 +129,5 @@ class PageAllocator:
         """
         if owner not in self._owned:
             raise ValueError(f"owner {owner} holds no pages: freed twice or never allocated")
-        self._free.extend(reversed(self._owned.pop(owner)))
+        pages = self._owned.pop(owner)
+        self._free[pages[0] // self.pages_a_shard].extend(reversed(pages))

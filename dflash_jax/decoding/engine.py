@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from flax import nnx
 
 from dflash_jax import sharding
 from dflash_jax.decoding.cache import PageAllocator, make_cache
-from dflash_jax.decoding.sampling import Sampling, make_sampling, row_keys
+from dflash_jax.decoding.request import MAX_STOP_IDS, Request, check_request, is_whole
+from dflash_jax.decoding.sampling import MIN_TEMPERATURE, Sampling, make_sampling, row_keys
 from dflash_jax.decoding.step import (
     Admission,
     DecodeState,
@@ -27,48 +29,37 @@ from dflash_jax.decoding.step import (
     StepConfig,
     Weights,
     admit,
-    place_rules,
     prefill_chunk,
+    release,
     step,
+    steps,
 )
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.models.transformer import layer_specs
 
 CAPACITY_BUCKETS = (128, 256, 512, 1024)  # then multiples of 1024
-MAX_STOP_IDS = 8
 
 
-@dataclasses.dataclass
-class Request:
-    """One prompt and how to answer it.
-
-    Attributes:
-      prompt_ids: token ids, at least one.
-      max_tokens: the most tokens to emit.
-      temperature, top_k, top_p, min_p: sampling; temperature 0 is greedy.
-      seed: of the row's own random stream.
-      stop_token_ids: ids that end the answer (they are part of it).
-    """
-
-    prompt_ids: Sequence[int]
-    max_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop_token_ids: Sequence[int] = ()
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Row:
-    """A request in a batch row: its index, its budget, what it has emitted, the ids that end it."""
+    """A request in a batch row: its index, its row, its budget, the ids that end it, what it has emitted."""
 
     index: int
+    slot: int
     budget: int
     stop_ids: frozenset[int]
     emitted: int = 0
+
+
+@dataclasses.dataclass
+class _Seat:
+    """A free row, and in the paged layout pages, set aside for a request."""
+
+    slot: int
+    index: int
+    request: Request
+    pages: np.ndarray | None
 
 
 @dataclasses.dataclass
@@ -92,28 +83,17 @@ def power_of_two_at_least(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def check_request(request: Request, index: int, max_length: int, vocab_size: int) -> None:
-    """Refuses what can not be decoded, before any device work.
+def check_max_length(max_length: int | None, target: Target) -> int:
+    """The context to use: the target's where None.
 
     Raises:
-      ValueError: names the prompt, the field, the value and the bound.
+      ValueError: it is longer than the target's, or too short for a prompt and an answer.
     """
-    where = f"prompt {index}"
-    if len(request.prompt_ids) == 0:
-        raise ValueError(f"{where} is empty: at least one token is needed to start from")
-    low, high = min(request.prompt_ids), max(request.prompt_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"{where} holds token id {bad}, ids must lie in [0, {vocab_size})")
-    if request.max_tokens < 1:
-        raise ValueError(f"{where}: max_tokens is {request.max_tokens}, must be at least 1")
-    if len(request.prompt_ids) >= max_length:
-        raise ValueError(
-            f"{where} has {len(request.prompt_ids)} tokens, the context holds {max_length}: nothing is left to "
-            "answer with; shorten the prompt or raise max_length"
-        )
-    if len(request.stop_token_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{where}: {len(request.stop_token_ids)} stop_token_ids, at most {MAX_STOP_IDS} are supported")
+    limit = target.config.max_positions
+    max_length = limit if max_length is None else max_length
+    if not is_whole(max_length) or not 2 <= max_length <= limit:
+        raise ValueError(f"max_length is {max_length!r}, must lie in [2, {limit}] (the target's context)")
+    return max_length
 
 
 class Engine:
@@ -127,9 +107,12 @@ class Engine:
       greedy: compile programs without sampling; every request must then have temperature 0.
       proposal: "argmax" or "drawn": how draft tokens are chosen in sampled decoding. Both are exact.
       page_size: None for the contiguous cache, else slots a page.
+      num_pages: of the pool (paged only), rounded up to a multiple of the mesh's data axis; None: enough for
+        every row at max_length. With fewer, prompts wait until there are pages for them and their answers.
       prefill_chunk_size: prompt tokens of one prefill call.
-      lookahead: rounds dispatched before the host reads the first of them. None: 0 on CPU, where a wasted
+      lookahead: calls dispatched before the host reads the first of them. None: 0 on CPU, where a wasted
         round costs as much as a used one, 1 elsewhere.
+      rounds_per_call: rounds that the device does without the host (see `step.steps`); their tokens come at once.
 
     Raises:
       ValueError: a field out of range, named.
@@ -146,38 +129,38 @@ class Engine:
         greedy: bool = True,
         proposal: str = "argmax",
         page_size: int | None = None,
+        num_pages: int | None = None,
         prefill_chunk_size: int = 64,
         lookahead: int | None = None,
+        rounds_per_call: int = 1,
     ):
         if proposal not in ("argmax", "drawn"):
             raise ValueError(f"proposal is {proposal!r}, must be 'argmax' or 'drawn'")
-        if batch < 1:
-            raise ValueError(f"batch is {batch}, must be at least 1")
-        max_length = target.config.max_positions if max_length is None else max_length
-        if not 2 <= max_length <= target.config.max_positions:
+        lookahead = (0 if jax.default_backend() == "cpu" else 1) if lookahead is None else lookahead
+        at_least = {
+            "batch": (batch, 1), "prefill_chunk_size": (prefill_chunk_size, 1), "lookahead": (lookahead, 0),
+            "rounds_per_call": (rounds_per_call, 1), "page_size": (page_size, 1), "num_pages": (num_pages, 1),
+        }  # fmt: skip
+        for name, (value, least) in at_least.items():
+            optional = name in ("page_size", "num_pages") and value is None
+            if not optional and (not is_whole(value) or value < least):
+                raise ValueError(f"{name} is {value!r}, must be a whole number >= {least}")
+        max_length = check_max_length(max_length, target)
+        self.block_size = _check_block_size(block_size, drafter)
+        if drafter is not None and max(drafter.tap_ids, default=0) >= target.config.num_layers:
             raise ValueError(
-                f"max_length is {max_length}, must lie in [2, {target.config.max_positions}] (the target's context)"
+                f"the drafter taps layer {max(drafter.tap_ids)}, the target has {target.config.num_layers} layers: "
+                "it was made for another target"
             )
-        if drafter is None:
-            if block_size not in (None, 1):
-                raise ValueError(f"block_size is {block_size}, but without a drafter a round is one token")
-            block_size = 1
-        else:
-            block_size = drafter.block_size if block_size is None else block_size
-            if not 2 <= block_size <= drafter.block_size:
-                raise ValueError(
-                    f"block_size is {block_size}, must lie in [2, {drafter.block_size}]: a drafter runs at its "
-                    "trained block size or below"
-                )
-        self.target, self.drafter, self.block_size = target, drafter, block_size
-        shards = sharding.data_parallel_size(target.mesh)
-        self.batch = -(-batch // shards) * shards
+        self.target, self.drafter = target, drafter
+        self._shards = sharding.data_parallel_size(target.mesh)
+        self.batch = self._whole_shards(batch)
         self.capacity = capacity_bucket(max_length, target.config.max_positions)
         if page_size is not None:
             self.capacity = -(-self.capacity // page_size) * page_size
         self.max_length = max_length
         self.chunk = min(prefill_chunk_size, self.capacity)
-        self.lookahead = (0 if jax.default_backend() == "cpu" else 1) if lookahead is None else lookahead
+        self.lookahead, self.rounds_per_call = lookahead, rounds_per_call
         target_skeleton, target_leaves = Skeleton.of(target.graphdef, target.params)
         drafter_skeleton = drafter_leaves = shared = None
         if drafter is not None:
@@ -188,7 +171,7 @@ class Engine:
             target=target_skeleton,
             drafter=drafter_skeleton,
             tap_ids=() if drafter is None else drafter.tap_ids,
-            block_size=block_size,
+            block_size=self.block_size,
             greedy=greedy,
             drawn_proposal=proposal == "drawn",
             mesh=target.mesh,
@@ -196,28 +179,39 @@ class Engine:
         specs = layer_specs(target.config)
         if drafter is not None:
             specs += nnx.merge(drafter.graphdef, drafter.params).layer_specs()
-        cache = make_cache(specs, self.batch, self.capacity, target.dtype, page_size=page_size, mesh=target.mesh)
-        self.pages = None if page_size is None else PageAllocator(cache.k[0].shape[0])
+        num_pages = None if num_pages is None else self._whole_shards(num_pages)
+        cache = make_cache(
+            specs, self.batch, self.capacity, target.dtype,
+            page_size=page_size, num_pages=num_pages, mesh=target.mesh,
+        )  # fmt: skip
+        self.pages = None if page_size is None else PageAllocator(cache.k[0].shape[0], self._shards)
         self.page_size = page_size
-        zeros = self._put(np.zeros(self.batch, np.int32))
-        keys = row_keys(jnp.zeros((self.batch,), jnp.uint32))
-        if target.mesh is not None:
-            keys = jax.device_put(keys, sharding.named_sharding(target.mesh, ("batch",), keys.shape))
-        self.state = DecodeState(cache.replace(length_B=zeros), zeros + 0, keys, zeros + 0)
+        root_B, remaining_B = (self._put(np.zeros(self.batch, np.int32)) for _ in range(2))
+        self.state = DecodeState(cache, root_B, self._keys([0] * self.batch), remaining_B)
         self.rules = self._rules([None] * self.batch)
         self._rows: list[_Row | None] = [None] * self.batch
-        self._inflight: deque[Emission] = deque()
-        self.rounds = 0
+        self._dropped: set[int] = set()  # rows that the host has given up and the device has not
+        self._inflight: deque[tuple[Emission, tuple[_Row | None, ...]]] = deque()
+        self.rounds = 0  # verify rounds whose tokens have been read
 
     # Placing host arrays -------------------------------------------------------------------------------
 
+    def _whole_shards(self, count: int) -> int:
+        return -(-count // self._shards) * self._shards
+
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array on the device(s), its first axis over the mesh's data axis. Always a copy."""
+        return self._place(np.array(x))  # the runtime may alias a numpy buffer on CPU; never hand out one in use
+
+    def _place(self, x: np.ndarray | jax.Array) -> jax.Array:
         mesh = self.target.mesh
-        x = np.array(x)  # the runtime may alias a numpy buffer on CPU; never hand out one that is reused
         if mesh is None:
             return jnp.asarray(x)
         return jax.device_put(x, sharding.named_sharding(mesh, ("batch",) + (None,) * (x.ndim - 1), x.shape))
+
+    def _keys(self, seeds: Sequence[int]) -> jax.Array:
+        keys = row_keys(seeds)
+        return keys if self.target.mesh is None else self._place(keys)
 
     def _rules(self, requests: Sequence[Request | None]) -> Rules:
         stops = np.full((len(requests), MAX_STOP_IDS), -1, np.int32)
@@ -245,65 +239,135 @@ class Engine:
         """Prefills (index, request) pairs into free rows and returns their first tokens.
 
         Raises:
-          ValueError: more requests than free rows or pages, or a request that can not be decoded.
+          ValueError: a request that can not be decoded, an index that is being decoded already, or more requests
+            than there are free rows or pages. Nothing has changed then.
         """
-        if len(requests) > self.free_rows:
-            raise ValueError(f"{len(requests)} requests for {self.free_rows} free rows")
+        if len({index for index, _ in requests}) < len(requests):
+            raise ValueError(f"the indices {[index for index, _ in requests]} name a prompt twice")
         for index, request in requests:
-            check_request(request, index, self.max_length, self.target.config.vocab_size)
-            if self.config.greedy and request.temperature > 0:
-                raise ValueError(f"prompt {index} has temperature {request.temperature} in a greedy engine")
+            self._check(index, request)
+        seats = self._seat(requests)
+        if len(seats) < len(requests):
+            self._unseat(seats)
+            index, request = requests[len(seats)]
+            raise ValueError(
+                f"{len(requests)} prompts for {self.free_rows} free rows"
+                if self.pages is None
+                else f"{len(requests)} prompts for {self.free_rows} free rows and {self.pages.free_pages} free pages: "
+                f"none are left for prompt {index}, which needs {self._pages_needed(request)} pages (on one data "
+                "shard); lower max_tokens or raise num_pages"
+            )
+        return self._admit(seats)
+
+    def _check(self, index: int, request: Request) -> None:
+        check_request(request, index, self.max_length, self.target.config.vocab_size)
+        if self.config.greedy and request.temperature >= MIN_TEMPERATURE:
+            raise ValueError(f"temperature of prompt {index} is {request.temperature} in a greedy engine")
+        if any(row is not None and row.index == index for row in self._rows):
+            raise ValueError(f"prompt {index} is being decoded already")
+
+    def _budget(self, request: Request) -> int:
+        return min(request.max_tokens, self.max_length - len(request.prompt_ids))
+
+    def _pages_needed(self, request: Request) -> int:
+        return -(-(len(request.prompt_ids) + self._budget(request)) // self.page_size)
+
+    def _seat(self, requests: Iterable[tuple[int, Request]]) -> list[_Seat]:
+        """A free row, and pages of that row's data shard, for each of the first requests that fit, in order."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
-        rows = min(power_of_two_at_least(len(requests)), self.batch)
-        rows = max(rows, sharding.data_parallel_size(self.target.mesh))
-        padded = [r for _, r in requests] + [None] * (rows - len(requests))
+        seats = []
+        for index, request in requests:
+            for slot in free:
+                pages = None
+                if self.pages is not None:
+                    shard = slot * self._shards // self.batch
+                    pages = self.pages.allocate(slot, self._pages_needed(request), shard)
+                if self.pages is None or pages is not None:
+                    free.remove(slot)
+                    seats.append(_Seat(slot, index, request, pages))
+                    break
+            else:
+                break
+        return seats
+
+    def _unseat(self, seats: Sequence[_Seat]) -> None:
+        for seat in seats:
+            if seat.pages is not None:
+                self.pages.free(seat.slot)
+
+    def _admit(self, seats: Sequence[_Seat]) -> list[Event]:
+        if not seats:
+            return []
+        # Few different sizes, each a multiple of the data axis: each is a program.
+        rows = min(self._whole_shards(power_of_two_at_least(len(seats))), self.batch)
+        requests = [seat.request for seat in seats] + [None] * (rows - len(seats))
         slot_A = np.full(rows, self.batch, np.int32)  # out of range: dropped
-        slot_A[: len(requests)] = free[: len(requests)]
-        budget_A = np.asarray(
-            [0 if r is None else min(r.max_tokens, self.max_length - len(r.prompt_ids)) for r in padded], np.int32
-        )
-        table_AxT = self._tables(requests, padded, budget_A, slot_A)
-        length_A = np.asarray([0 if r is None else len(r.prompt_ids) for r in padded], np.int32)
-        hidden = self._prefill(padded, length_A, table_AxT)
-        seeds = jnp.asarray([0 if r is None else r.seed & 0xFFFFFFFF for r in padded], jnp.uint32)
-        slots, new_rules = self._put(slot_A), self._rules(padded)
-        admission = Admission(
-            slots, None if self.page_size is None else self._put(table_AxT), self._put(length_A), row_keys(seeds),
-            self._put(budget_A),
-        )  # fmt: skip
-        self.state, emission = admit(self.config, self.weights, self.state, new_rules, admission, hidden)
-        self.rules = place_rules(self.rules, new_rules, slots)
-        for i, (index, request) in enumerate(requests):
-            self._rows[free[i]] = _Row(index, int(budget_A[i]), frozenset(request.stop_token_ids))
-        return self._read(emission, free[: len(requests)])
+        slot_A[: len(seats)] = [seat.slot for seat in seats]
+        length_A, budget_A = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        table_AxT = slot_A[:, None]  # contiguous: page b is row b
+        if self.pages is not None:
+            table_AxT = np.full((rows, self.capacity // self.page_size), self.pages.num_pages, np.int32)
+        for i, seat in enumerate(seats):
+            length_A[i], budget_A[i] = len(seat.request.prompt_ids), self._budget(seat.request)
+            if seat.pages is not None:
+                table_AxT[i, : len(seat.pages)] = seat.pages
+        try:
+            self._end_dropped()
+            hidden = self._prefill(requests, length_A, table_AxT)
+            admission = Admission(
+                slot_A=self._put(slot_A),
+                table_AxT=None if self.pages is None else self._put(table_AxT),
+                length_A=self._put(length_A),
+                seed_key_A=self._keys([0 if r is None else r.seed for r in requests]),
+                budget_A=self._put(budget_A),
+                rules=self._rules(requests),
+            )
+            self.state, self.rules, emission = admit(
+                self.config, self.weights, self.state, self.rules, admission, hidden
+            )
+        except BaseException:
+            self._unseat(seats)
+            raise
+        for i, seat in enumerate(seats):
+            stop_ids = frozenset(seat.request.stop_token_ids)
+            self._rows[seat.slot] = _Row(seat.index, seat.slot, int(budget_A[i]), stop_ids)
+        return self._read(np.asarray(emission.packed), [self._rows[seat.slot] for seat in seats])
 
-    def _tables(self, requests, padded, budget_A, slot_A) -> np.ndarray:
-        """Pages of the rows to admit; all or nothing."""
-        if self.pages is None:
-            return slot_A[:, None]  # contiguous: page b is row b
-        per_row = self.capacity // self.page_size
-        table = np.full((len(padded), per_row), self.pages.num_pages, np.int32)
-        taken = []
-        for i, (_, request) in enumerate(requests):
-            need = -(-(len(request.prompt_ids) + int(budget_A[i])) // self.page_size)
-            pages = self.pages.allocate(int(slot_A[i]), need)
-            if pages is None:
-                for slot in taken:
-                    self.pages.free(slot)
-                raise ValueError(f"{need} pages are needed for a prompt, {self.pages.free_pages} are free")
-            taken.append(int(slot_A[i]))
-            table[i, :need] = pages
-        return table
+    def abort(self, index: int) -> bool:
+        """Drops a request: its row and its pages are free at once. False if it is not being decoded."""
+        doomed = [row for row in self._rows if row is not None and row.index == index]
+        self._drop(doomed)
+        return bool(doomed)
 
-    def _prefill(self, padded, length_A: np.ndarray, table_AxT: np.ndarray) -> jax.Array:
-        rows = len(padded)
+    def _drop(self, rows: Sequence[_Row]) -> None:
+        # Host only, so that it can not fail while an error passes through; the device hears of it before it is used.
+        for row in rows:
+            self._free(row)
+            self._dropped.add(row.slot)
+
+    def _end_dropped(self) -> None:
+        if not self._dropped:
+            return
+        keep_B = np.ones(self.batch, bool)
+        keep_B[list(self._dropped)] = False
+        self.state = release(self.config, self.state, self._put(keep_B))
+        self._dropped.clear()
+
+    def _free(self, row: _Row) -> None:
+        self._rows[row.slot] = None
+        if self.pages is not None:
+            self.pages.free(row.slot)
+
+    def _prefill(self, requests: Sequence[Request | None], length_A: np.ndarray, table_AxT: np.ndarray) -> jax.Array:
+        """Takes the prompts into the cache, a chunk a call; the hidden state of each one's last token."""
+        rows = len(requests)
         done = self._put(np.zeros(rows, np.int32))
         table = self._put(table_AxT)
         hidden = self._put(np.zeros((rows, self.target.config.hidden_size), np.float32).astype(self.target.dtype))
-        for start in range(0, max(int(length_A.max()), 1), self.chunk):
+        for start in range(0, int(length_A.max()), self.chunk):
             token = np.zeros((rows, self.chunk), np.int32)
             count = np.clip(length_A - start, 0, self.chunk).astype(np.int32)
-            for i, request in enumerate(padded):
+            for i, request in enumerate(requests):
                 if count[i]:
                     token[i, : count[i]] = request.prompt_ids[start : start + count[i]]
             self.state, done, hidden = prefill_chunk(
@@ -313,48 +377,89 @@ class Engine:
 
     # Rounds --------------------------------------------------------------------------------------------
 
-    def round(self) -> list[Event]:
-        """Dispatches one round; returns the events of the oldest round that is not in flight any more.
+    def round(self, waiting: bool = False) -> list[Event]:
+        """Dispatches one call of rounds; returns the events of the oldest call that is not in flight any more.
 
-        With rounds in flight a row may have been released and taken again meanwhile. That is safe: the
-        device knew that the old request had finished, so the round holds nothing for it.
+        With calls in flight a row may have been released and taken again meanwhile: each call remembers whose
+        rows it was made for, and nobody else's tokens are read from it.
+
+        Args:
+          waiting: a prompt waits for a row: with several rounds a call, come back as soon as one ends.
         """
-        self.state, emission = step(self.config, self.weights, self.state, self.rules)
-        self.rounds += 1
-        self._inflight.append(emission)
+        self._end_dropped()
+        if self.rounds_per_call == 1:
+            self.state, emission = step(self.config, self.weights, self.state, self.rules)
+        else:
+            self.state, emission = steps(
+                self.config, self.rounds_per_call, self.weights, self.state, self.rules, np.bool_(waiting)
+            )
+        self._inflight.append((emission, tuple(self._rows)))
         if len(self._inflight) <= self.lookahead:
             return []
-        return self._read(self._inflight.popleft(), range(self.batch))
+        emission, rows = self._inflight.popleft()
+        packed_RxBxM1 = np.asarray(emission.packed).reshape(-1, self.batch, self.block_size + 1)  # waits
+        self.rounds += int(packed_RxBxM1[:, :, -1].any(axis=1).sum())
+        return [event for packed_BxM1 in packed_RxBxM1 for event in self._read(packed_BxM1, rows)]
 
-    def _read(self, emission: Emission, slots: Sequence[int]) -> list[Event]:
-        """The events of an emission whose line i belongs to batch row slots[i]. Waits for the device."""
-        packed = np.asarray(emission.packed_BxM1)
+    def _read(self, packed_BxM1: np.ndarray, rows: Sequence[_Row | None]) -> list[Event]:
+        """The events of an emission whose line i belongs to rows[i]."""
         events = []
-        for line, slot in zip(packed, slots, strict=False):
-            row, count = self._rows[slot], int(line[-1])
-            if row is None or count == 0:
+        for line, row in zip(packed_BxM1, rows, strict=False):  # an admission has padding lines behind
+            count = int(line[-1])
+            if row is None or count == 0 or self._rows[row.slot] is not row:
                 continue
             tokens = line[:count].tolist()
             row.emitted += count
             reason = "stop" if tokens[-1] in row.stop_ids else "length" if row.emitted >= row.budget else None
             events.append(Event(row.index, tokens, reason))
             if reason is not None:
-                self._rows[slot] = None
-                if self.pages is not None:
-                    self.pages.free(slot)
+                self._free(row)
         return events
 
     def run(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Answers all requests, admitting them in order as rows come free; yields events as they come."""
+        """Answers all requests, admitting them in order as rows come free; yields events as they come.
+
+        All requests are checked before the first is decoded. Left early (the iterator is closed, or an error
+        passes through it), it drops what it has not finished, and the engine can be used again.
+
+        Raises:
+          ValueError: a request can not be decoded, or the engine is decoding other ones.
+        """
         queue = deque(enumerate(requests))
-        while queue or self.active_rows:
-            wanted = min(len(queue), self.free_rows)
-            # A prefill call costs the same for one row as for a few: wait for some unless nothing else runs.
-            if wanted and (wanted >= min(len(queue), max(1, self.batch // 8)) or not self.active_rows):
-                yield from self.admit([queue.popleft() for _ in range(wanted)])
-            if self.active_rows:
-                yield from self.round()
-        self._inflight.clear()
+        if self.active_rows:
+            raise ValueError(f"the engine is decoding {self.active_rows} requests; finish or abort them first")
+        for index, request in queue:
+            self._check(index, request)
+        try:
+            while queue or self.active_rows:
+                wanted = min(len(queue), self.free_rows)
+                # A prefill call costs the same for one row as for a few: wait for some unless nothing else runs.
+                if wanted and (wanted >= min(len(queue), max(1, self.batch // 8)) or not self.active_rows):
+                    seats = self._seat(itertools.islice(queue, wanted))
+                    if not seats and not self.active_rows:
+                        yield from self.admit([queue[0]])  # says why it never fits
+                    for _ in seats:
+                        queue.popleft()
+                    yield from self._admit(seats)
+                if self.active_rows:
+                    yield from self.round(waiting=bool(queue))
+        finally:
+            self._inflight.clear()
+            self._drop([row for row in self._rows if row is not None])
+
+
+def _check_block_size(block_size: int | None, drafter: Drafter | None) -> int:
+    if drafter is None:
+        if block_size not in (None, 1):
+            raise ValueError(f"block_size is {block_size!r}, but without a drafter a round is one token")
+        return 1
+    block_size = drafter.block_size if block_size is None else block_size
+    if not is_whole(block_size) or not 2 <= block_size <= drafter.block_size:
+        raise ValueError(
+            f"block_size is {block_size!r}, must lie in [2, {drafter.block_size}]: a drafter runs at its "
+            "trained block size or below"
+        )
+    return block_size
 
 
 def timed_events(engine: Engine, requests: Iterable[Request]) -> Iterator[tuple[float, Event]]:

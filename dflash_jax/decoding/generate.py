@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from dflash_jax.decoding.engine import Engine, Event, Request, capacity_bucket, check_request, power_of_two_at_least
+import jax
+
+from dflash_jax.decoding.engine import Engine, Event, capacity_bucket, check_max_length, power_of_two_at_least
+from dflash_jax.decoding.request import Request, check_request, is_whole
+from dflash_jax.decoding.sampling import MIN_TEMPERATURE, check_seed
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 
 DEFAULT_BATCH = 8
+ROUNDS_UNWATCHED = 8
 
 
 @dataclasses.dataclass
@@ -50,7 +55,7 @@ def encode_prompts(target: Target, prompts: Sequence[str | Sequence[int]]) -> li
     """Texts through the tokenizer, id lists as they are.
 
     Raises:
-      TypeError: prompts is one text instead of a list of them.
+      TypeError: prompts is one prompt instead of a list of them, or a prompt is neither text nor ids.
       ValueError: a text, but the target has no tokenizer.
     """
     if isinstance(prompts, str):
@@ -61,17 +66,40 @@ def encode_prompts(target: Target, prompts: Sequence[str | Sequence[int]]) -> li
             if target.tokenizer is None:
                 raise ValueError(f"prompt {i} is a text, but the target {target.source!r} has no tokenizer; pass ids")
             encoded.append(target.tokenizer.encode(prompt))
-        else:
-            encoded.append([int(t) for t in prompt])
+            continue
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and jax arrays
+        if is_whole(ids):
+            raise TypeError(f"prompts is a single list of ids (it holds {ids!r}); pass a list of lists: [ids]")
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+            raise TypeError(f"prompt {i} is a {type(prompt).__name__}, must be a text or a list of token ids")
+        encoded.append(list(ids))
     return encoded
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list:
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy and jax numbers and arrays
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != count:
-            raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+            raise ValueError(f"{name} has {len(value)} values for {count} prompts; give one value, or one a prompt")
         return list(value)
     return [value] * count
+
+
+def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
+    seed = seed.tolist() if hasattr(seed, "tolist") else seed
+    seeds = _per_prompt("seed", seed, count)
+    if not is_whole(seed) or not count:
+        return seeds
+    # Rows that share one seed get streams of their own, whatever batch they land in.
+    check_seed(seed, "the call")
+    return [(seed + i) % 2**64 for i in range(count)]
+
+
+def _stop_ids(target: Target, stop_token_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
+    own = [] if stop_token_ids is None else stop_token_ids
+    if isinstance(own, str) or not isinstance(own, Iterable):
+        raise TypeError(f"stop_token_ids is {own!r}, must be a list of token ids")
+    return tuple(dict.fromkeys([*(() if ignore_eos else target.eos_token_ids), *own]))
 
 
 def build(
@@ -92,25 +120,24 @@ def build(
     batch: int | None = None,
     max_length: int | None = None,
     page_size: int | None = None,
+    rounds_per_call: int = 1,
 ) -> tuple[Engine, list[Request]]:
     """The engine and the requests of a `generate` call; arguments as there."""
+    limit = check_max_length(max_length, target)
     ids = encode_prompts(target, prompts)
     n = len(ids)
-    eos = () if ignore_eos else target.eos_token_ids
-    stops = tuple(dict.fromkeys([*eos, *(stop_token_ids or ())]))
+    stops = _stop_ids(target, stop_token_ids, ignore_eos)
     fields = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
     }  # fmt: skip
     columns = {name: _per_prompt(name, value, n) for name, value in fields.items()}
-    # Rows that share a scalar seed get streams of their own, whatever batch they land in.
-    seeds = [seed + i for i in range(n)] if isinstance(seed, int) else _per_prompt("seed", seed, n)
+    seeds = _seeds(seed, n)
     requests = [
         Request(
             prompt_ids=prompt, seed=seeds[i], stop_token_ids=stops, **{k: v[i] for k, v in columns.items()},
         )
         for i, prompt in enumerate(ids)
     ]  # fmt: skip
-    limit = target.config.max_positions if max_length is None else max_length
     for i, request in enumerate(requests):
         check_request(request, i, limit, target.config.vocab_size)
     # The cache is as large as these prompts need, in buckets, so that short answers do not pay for long ones.
@@ -121,9 +148,10 @@ def build(
         batch=min(power_of_two_at_least(max(n, 1)), DEFAULT_BATCH) if batch is None else batch,
         max_length=min(limit, capacity_bucket(needed, target.config.max_positions)),
         block_size=block_size,
-        greedy=all(r.temperature == 0 for r in requests),
+        greedy=all(r.temperature < MIN_TEMPERATURE for r in requests),
         proposal=proposal,
         page_size=page_size,
+        rounds_per_call=rounds_per_call,
     )
     return engine, requests
 
@@ -150,6 +178,8 @@ def generate(
       batch: rows decoded together; default: the number of prompts rounded up to a power of two, at most 8.
       max_length: prompt and answer together; default: the target's context.
       page_size: slots a page of the cache; None: contiguous rows.
+      rounds_per_call: rounds that the device does before the host reads their tokens. Default: ROUNDS_UNWATCHED,
+        but 1 on CPU, where a round is long and its dispatch is not.
 
     Returns:
       One `Result` a prompt, in order.
@@ -157,6 +187,7 @@ def generate(
     Raises:
       ValueError, TypeError: an argument that can not be right, named with its value.
     """
+    options.setdefault("rounds_per_call", 1 if jax.default_backend() == "cpu" else ROUNDS_UNWATCHED)
     engine, requests = build(target, drafter, prompts, **options)
     tokens: list[list[int]] = [[] for _ in requests]
     acceptance: list[list[int]] = [[] for _ in requests]

@@ -69,6 +69,27 @@ class Support:
     total_BxM: jax.Array
 
 
+# What a field may hold, and how to say so.
+_FIELDS = {
+    "temperature": (lambda t: t >= 0, "a finite number >= 0; 0 decodes greedily"),
+    "top_k": (lambda k: k == int(k), "a whole number; 0 or -1 switches top-k off"),
+    "top_p": (lambda p: 0 < p <= 1, "in (0, 1]; 1 switches top-p off, top_k=1 decodes greedily"),
+    "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]; 0 switches min-p off"),
+}
+
+
+def check_sampling_value(name: str, value: float, where: str) -> None:
+    """Checks one field of one row; `where` says in the message whose it is.
+
+    Raises:
+      ValueError: the value is out of range or no number.
+    """
+    ok, must = _FIELDS[name]
+    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+    if not number or not abs(value) <= FLOAT32_MAX or not ok(value):
+        raise ValueError(f"{name} of {where} is {value!r}, must be {must}")
+
+
 def make_sampling(
     batch: int,
     temperature: float | Sequence[float] = 0.0,
@@ -84,21 +105,17 @@ def make_sampling(
     if not isinstance(batch, numbers.Integral) or batch < 1:
         raise ValueError(f"batch is {batch!r}, must be a whole number >= 1: the number of rows")
 
-    def rows(name: str, value, ok, must: str) -> list:
+    def rows(name: str, value) -> list:
         value = value.tolist() if hasattr(value, "tolist") else value  # numpy and jax numbers and arrays
         per_row = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch
         if len(per_row) != batch:
             raise ValueError(f"{name} has {len(per_row)} values for {batch} rows; give one number, or one a row")
         for row, item in enumerate(per_row):
-            number = isinstance(item, numbers.Real) and not isinstance(item, (bool, np.bool_))
-            if not number or not abs(item) <= FLOAT32_MAX or not ok(item):
-                raise ValueError(f"{name} of row {row} is {item!r}, must be {must}")
+            check_sampling_value(name, item, f"row {row}")
         return per_row
 
-    temperatures = rows("temperature", temperature, lambda t: t >= 0, "a finite number >= 0; 0 decodes greedily")
-    top_ks = rows("top_k", top_k, lambda k: k == int(k), "a whole number; 0 or -1 switches top-k off")
-    top_ps = rows("top_p", top_p, lambda p: 0 < p <= 1, "in (0, 1]; 1 switches top-p off, top_k=1 decodes greedily")
-    min_ps = rows("min_p", min_p, lambda p: 0 <= p <= 1, "in [0, 1]; 0 switches min-p off")
+    temperatures, top_ks = rows("temperature", temperature), rows("top_k", top_k)
+    top_ps, min_ps = rows("top_p", top_p), rows("min_p", min_p)
     limit = np.iinfo(np.int32).max  # larger than any vocabulary, so clipping changes nothing
     return Sampling(
         temperature_B=jnp.asarray(temperatures, jnp.float32),
@@ -236,6 +253,17 @@ def _cut_ranked(
     return floor_BxM, jnp.take_along_axis(id_BxMxC, last_BxMx1, axis=-1)[..., 0], settled_BxM
 
 
+def check_seed(seed: int, where: str) -> None:
+    """Checks a seed; `where` says in the message whose it is.
+
+    Raises:
+      ValueError: it is no whole number or has more than 64 bits.
+    """
+    whole = isinstance(seed, numbers.Integral) and not isinstance(seed, (bool, np.bool_))
+    if not whole or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed of {where} is {seed!r}, must be a whole number in [-2**63, 2**64)")
+
+
 def row_keys(seed_B: Sequence[int] | np.ndarray | jax.Array) -> jax.Array:
     """One PRNG key a row, from its seed alone.
 
@@ -249,9 +277,7 @@ def row_keys(seed_B: Sequence[int] | np.ndarray | jax.Array) -> jax.Array:
         low_B, high_B = seed_B.astype(jnp.uint32), jnp.zeros(seed_B.shape, jnp.uint32)
     else:
         for row, seed in enumerate(seed_B):
-            whole = isinstance(seed, numbers.Integral) and not isinstance(seed, (bool, np.bool_))
-            if not whole or not -(2**63) <= seed < 2**64:
-                raise ValueError(f"seed of row {row} is {seed!r}, must be a whole number in [-2**63, 2**64)")
+            check_seed(seed, f"row {row}")
         words = np.asarray([int(seed) % 2**64 for seed in seed_B], np.uint64)
         low_B, high_B = jnp.asarray(words.astype(np.uint32)), jnp.asarray((words >> np.uint64(32)).astype(np.uint32))
     return jax.vmap(lambda low, high: jax.random.fold_in(jax.random.key(low), high))(low_B, high_B)

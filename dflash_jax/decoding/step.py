@@ -7,9 +7,10 @@ step with M = 1 is plain decoding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from dflash_jax.decoding.verify import verify
 from dflash_jax.drafters.contract import Draft, SharedWeights, Verified
 from dflash_jax.kernels.kv_cache import KVCache, advance, write
 from dflash_jax.models.attention import causal
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,12 @@ class StepConfig:
     def __hash__(self) -> int:
         return self._hash
 
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """While tracing: tells kernels that must be mapped by hand which mesh they run on."""
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
 
 @struct.dataclass
 class Weights:
@@ -118,33 +127,32 @@ class DecodeState:
 
 @struct.dataclass
 class Emission:
-    """What a round gave to the host: [B, M + 1] int32, tokens then their count in the last column."""
+    """What rounds gave to the host, int32: tokens, then their count in the last column.
 
-    packed_BxM1: jax.Array
+    Attributes:
+      packed: [B, M + 1] of one round, [R, B, M + 1] of several; a round that did not take place has counts 0.
+    """
+
+    packed: jax.Array
 
 
-def _finish(config: StepConfig, state: DecodeState) -> DecodeState:
-    """Pins the state's layout, so that what comes out of a program can go into it again."""
-    mesh = config.mesh
-    if mesh is None:
-        return state
+def _pin(config: StepConfig, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """Pins the layout of a result, so that what comes out of a program can go into it again."""
+    if config.mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding.named_sharding(config.mesh, axes, x.shape))
 
-    def pin(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, sharding.named_sharding(mesh, axes, x.shape))
 
+def _pin_rows(config: StepConfig, tree: T) -> T:
+    """`_pin` of arrays whose first axis is the batch."""
+    return jax.tree.map(lambda x: _pin(config, x, ("batch",) + (None,) * (x.ndim - 1)), tree)
+
+
+def _pin_state(config: StepConfig, state: DecodeState) -> DecodeState:
     cache = state.cache
-    table = cache.page_table_BxT
-    return DecodeState(
-        cache=KVCache(
-            k=tuple(pin(x, POOL_AXES) for x in cache.k),
-            v=tuple(pin(x, POOL_AXES) for x in cache.v),
-            page_table_BxT=None if table is None else pin(table, ("batch", None)),
-            length_B=pin(cache.length_B, ("batch",)),
-        ),
-        root_B=pin(state.root_B, ("batch",)),
-        key_B=pin(state.key_B, ("batch",)),
-        remaining_B=pin(state.remaining_B, ("batch",)),
-    )
+    rows = _pin_rows(config, state.replace(cache=cache.replace(k=(), v=())))
+    pools = {side: tuple(_pin(config, x, POOL_AXES) for x in getattr(cache, side)) for side in ("k", "v")}
+    return rows.replace(cache=rows.cache.replace(**pools))
 
 
 def _cut_at_stop(token_BxM: jax.Array, count_B: jax.Array, stop_id_BxI: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -176,6 +184,41 @@ def step(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules)
     A row with remaining 0 emits nothing and its cache stays as it is. A row may emit at most `remaining`
     tokens, so near the end of its budget or of its cache the block shortens by itself.
     """
+    with config.on_mesh():
+        return _round(config, weights, state, rules)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def steps(
+    config: StepConfig, limit: int, weights: Weights, state: DecodeState, rules: Rules, pause: jax.Array
+) -> tuple[DecodeState, Emission]:
+    """Up to `limit` rounds without the host, for when nobody watches. Ends early when no row is left.
+
+    Args:
+      pause: bool scalar: end also after a round in which some row finished, since a prompt waits for its place.
+
+    Returns:
+      (state, emission of `limit` rounds).
+    """
+    active_B = state.remaining_B > 0
+
+    def going(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
+        done, state, _ = carry
+        still_B = state.remaining_B > 0
+        return (done < limit) & still_B.any() & ~(pause & (still_B != active_B).any())
+
+    def body(carry: tuple[jax.Array, DecodeState, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array]:
+        done, state, packed_RxBxM1 = carry
+        state, emission = _round(config, weights, state, rules)
+        return done + 1, state, packed_RxBxM1.at[done].set(emission.packed)
+
+    empty_RxBxM1 = jnp.zeros((limit, *active_B.shape, config.block_size + 1), jnp.int32)
+    with config.on_mesh():
+        _, state, packed_RxBxM1 = jax.lax.while_loop(going, body, (jnp.int32(0), state, empty_RxBxM1))
+    return state, Emission(packed_RxBxM1)
+
+
+def _round(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules) -> tuple[DecodeState, Emission]:
     target = config.target.build(weights.target)
     cache, root_B = state.cache, state.root_B
     active_B = state.remaining_B > 0
@@ -217,7 +260,7 @@ def step(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules)
             verified = Verified(draft.token_BxM, forward.taps_BxMxTD, forward.hidden_BxMxD, count_B)
             cache = drafter.absorb(weights.shared, cache, verified)
         cache = advance(cache, count_B)
-    return _finish(config, state.replace(cache=cache)), emission
+    return _pin_state(config, state.replace(cache=cache)), emission
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -244,18 +287,19 @@ def prefill_chunk(
     view = KVCache(pool.k, pool.v, table_AxT, length_A)
     num_tokens = token_AxM.shape[1]
     position_AxM = length_A[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    forward = target(token_AxM, position_AxM, view, causal(num_tokens), config.tap_ids)
-    view = write(view, forward.block_kv, 0, count_A)
-    if config.drafter is not None:
-        drafter = config.drafter.build(weights.drafter)
-        verified = Verified(token_AxM, forward.taps_BxMxTD, forward.hidden_BxMxD, count_A)
-        view = drafter.absorb(weights.shared, view, verified)
+    with config.on_mesh():
+        forward = target(token_AxM, position_AxM, view, causal(num_tokens), config.tap_ids)
+        view = write(view, forward.block_kv, 0, count_A)
+        if config.drafter is not None:
+            drafter = config.drafter.build(weights.drafter)
+            verified = Verified(token_AxM, forward.taps_BxMxTD, forward.hidden_BxMxD, count_A)
+            view = drafter.absorb(weights.shared, view, verified)
     view = advance(view, count_A)
     last_A = jnp.maximum(count_A - 1, 0)[:, None, None]
     hidden_AxD = jnp.take_along_axis(forward.hidden_BxMxD, last_A, axis=1)[:, 0]
     last_hidden_AxD = jnp.where((count_A > 0)[:, None], hidden_AxD, last_hidden_AxD)
     state = state.replace(cache=pool.replace(k=view.k, v=view.v))
-    return _finish(config, state), view.length_B, last_hidden_AxD
+    return _pin_state(config, state), *_pin_rows(config, (view.length_B, last_hidden_AxD))
 
 
 @struct.dataclass
@@ -268,6 +312,7 @@ class Admission:
       length_A: prompt lengths.
       seed_key_A: PRNG keys.
       budget_A: tokens that each may emit in all.
+      rules: of these rows.
     """
 
     slot_A: jax.Array
@@ -275,9 +320,10 @@ class Admission:
     length_A: jax.Array
     seed_key_A: jax.Array
     budget_A: jax.Array
+    rules: Rules
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def admit(
     config: StepConfig,
     weights: Weights,
@@ -285,26 +331,30 @@ def admit(
     rules: Rules,
     admission: Admission,
     last_hidden_AxD: jax.Array,
-) -> tuple[DecodeState, Emission]:
-    """Emits the first token of each admitted row, from the hidden state of its last prompt token.
+) -> tuple[DecodeState, Rules, Emission]:
+    """Puts prefilled rows into the batch and emits the first token of each.
 
-    `rules` are those of the admitted rows ([A] leading), not of the batch. Returns the emission [A, 2].
+    Args:
+      rules: of the batch.
+      last_hidden_AxD: hidden state of each admitted row's last prompt token.
+
+    Returns:
+      (state, rules, emission [A, 2]).
     """
     target = config.target.build(weights.target)
     logits_Ax1xV = target.logits(last_hidden_AxD[:, None])
-    sampling = None if config.greedy else rules.sampling
+    sampling = None if config.greedy else admission.rules.sampling
     key_A = None if config.greedy else round_keys(admission.seed_key_A, admission.length_A - 1)
     nothing = Draft(jnp.zeros((logits_Ax1xV.shape[0], 1), jnp.int32))
     verdict = verify(nothing, logits_Ax1xV, sampling, key_A, jnp.zeros_like(admission.slot_A))
-    fresh = DecodeState(state.cache, verdict.next_root_B, admission.seed_key_A, admission.budget_A)
+    cache, table = state.cache, state.cache.page_table_BxT
+    fresh = DecodeState(cache, verdict.next_root_B, admission.seed_key_A, admission.budget_A)
     count_A = (admission.budget_A > 0).astype(jnp.int32)
-    fresh, emission, _ = _emit(fresh, verdict.next_root_B[:, None], count_A, rules)
+    fresh, emission, _ = _emit(fresh, verdict.next_root_B[:, None], count_A, admission.rules)
 
-    def put(x_B: jax.Array, x_A: Any) -> jax.Array:
+    def put(x_B: jax.Array, x_A: jax.Array) -> jax.Array:
         return x_B.at[admission.slot_A].set(x_A, mode="drop")
 
-    cache = state.cache
-    table = cache.page_table_BxT
     cache = cache.replace(
         length_B=put(cache.length_B, admission.length_A),
         page_table_BxT=None if table is None else put(table, admission.table_AxT),
@@ -315,10 +365,10 @@ def admit(
         key_B=put(state.key_B, admission.seed_key_A),
         remaining_B=put(state.remaining_B, fresh.remaining_B),
     )
-    return _finish(config, state), emission
+    return _pin_state(config, state), _pin_rows(config, jax.tree.map(put, rules, admission.rules)), emission
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def place_rules(rules: Rules, new: Rules, slot_A: jax.Array) -> Rules:
-    """The batch's rules with those of newly admitted rows put in."""
-    return jax.tree.map(lambda x, y: x.at[slot_A].set(y, mode="drop"), rules, new)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def release(config: StepConfig, state: DecodeState, keep_B: jax.Array) -> DecodeState:
+    """Ends the rows where `keep_B` is False: they emit and write nothing from here on."""
+    return _pin_state(config, state.replace(remaining_B=jnp.where(keep_B, state.remaining_B, 0)))
