@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from absl import logging
 
 from dflash_jax.config import ConfigError, from_config_dict
@@ -15,6 +14,7 @@ from dflash_jax.data.conversations import encode_prompt
 from dflash_jax.data.prompts import mixture
 from dflash_jax.decoding.generate import generate
 from dflash_jax.drafters.contract import Drafter
+from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.models.target import Target
 
 Evaluate = Callable[[Target, Drafter], Mapping[str, Any]]
@@ -43,6 +43,9 @@ class EvaluationConfig:
 def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | None:
     """evaluate(target, drafter) -> numbers, or None where the config has no prompts.
 
+    The numbers are those of `dflash_jax.evaluation.statistics`: tau over all rounds (and by source, `tau_code`),
+    tau_per_answer, and accept_j, the share of j-th drafted tokens that were accepted when all before them were.
+
     Raises:
       ConfigError: every prompt is too long.
     """
@@ -70,32 +73,19 @@ def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | Non
             block_size=config.block_size,
         )  # fmt: skip
         size = config.block_size or drafter.block_size
-        summary: dict[str, Any] = acceptance_summary([r.acceptance for r in results], size)
-        for name in encoded if len(encoded) > 1 else ():
-            own = [r.acceptance for r, source in zip(results, sources, strict=True) if source == name]
-            summary[f"tau_{name}"] = acceptance_summary(own, size)["tau"]
-        return summary | {"seconds": time.monotonic() - start}
+        by_source: dict[str, list[list[int]]] = {}
+        for source, result in zip(sources, results, strict=True):
+            by_source.setdefault(source, []).append(result.acceptance)
+        numbers = summarise((r.acceptance for r in results), size)
+        if numbers["tau"] is None:
+            raise ConfigError(
+                f"evaluation.max_tokens is {config.max_tokens} and no answer went beyond its first token: there is no "
+                "round to measure; raise it or choose other evaluation.prompts"
+            )
+        report = {name: numbers[name] for name in ("tau", "tau_per_answer", "rounds")}
+        report |= {f"accept_{j}": share for j, share in enumerate(numbers["per_position"], 1)}
+        for name, lists in by_source.items() if len(by_source) > 1 else ():
+            report[f"tau_{name}"] = summarise(lists, size)["tau"]
+        return report | {"seconds": time.monotonic() - start}
 
     return evaluate
-
-
-def acceptance_summary(acceptance: Sequence[Sequence[int]], block_size: int) -> dict[str, float]:
-    """Numbers of acceptance lists (tokens committed in each round, the target's own token included).
-
-    Returns:
-      tau: tokens a round over all rounds. tau_per_prompt: mean of the prompts' own. accept_j: share of the
-        rounds that accepted j - 1 drafted tokens which accepted the j-th too. Rounds cut short by the end of
-        an answer count as they are.
-    """
-    rounds = np.asarray([count for one in acceptance for count in one], np.int64)
-    if not len(rounds):
-        return {"tau": 0.0, "tau_per_prompt": 0.0, "rounds": 0.0}
-    result = {
-        "tau": float(rounds.mean()),
-        "tau_per_prompt": float(np.mean([np.mean(one) for one in acceptance if len(one)])),
-        "rounds": float(len(rounds)),
-    }
-    for j in range(1, block_size):
-        reached = int((rounds >= j).sum())
-        result[f"accept_{j}"] = float((rounds > j).sum() / reached) if reached else 0.0
-    return result

@@ -1,4 +1,4 @@
-"""The training loss written the slow and obvious way: one anchor at a time, whole logits, plain loops."""
+"""The training loss written the slow and obvious way: one anchor and one slot at a time, whole logits."""
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +26,23 @@ def one_block(drafter, shared, token_S, taps_SxTD, anchor: int, block_size: int)
         k_block, v_block = (y[0] for y in attention.keys_values(u, rope(block_positions)))  # [G, K, H]
         if anchor:
             k_context, v_context = (y[0] for y in attention.keys_values(feature, rope(range(anchor))))
-        group = config.num_heads // config.num_kv_heads
+
+        def by_query_head(x_GxPxH):
+            return jnp.repeat(x_GxPxH, config.num_heads // config.num_kv_heads, axis=0)
+
         slots = []
         for o in range(block_size):
-            context = [
-                p for p in range(anchor) if attention.window is None or anchor + o - p < attention.window
-            ]  # fmt: skip
+            context = [p for p in range(anchor) if attention.window is None or anchor + o - p < attention.window]
             own = [
                 j for j in range(block_size)
                 if not (attention.causal and j > o) and (attention.window is None or abs(o - j) < attention.window)
             ]  # fmt: skip
-            heads = []
-            for n in range(config.num_heads):
-                g = n // group
-                keys = [k_context[g, p] for p in context] + [k_block[g, j] for j in own]
-                values = [v_context[g, p] for p in context] + [v_block[g, j] for j in own]
-                weights = jax.nn.softmax(jnp.stack([jnp.dot(q[o, n], k) for k in keys]) * attention.scale)
-                heads.append(jnp.sum(weights[:, None] * jnp.stack(values), axis=0))
-            slots.append(jnp.stack(heads))
+            keys, values = k_block[:, np.asarray(own)], v_block[:, np.asarray(own)]
+            if context:
+                keys = jnp.concatenate([k_context[:, np.asarray(context)], keys], axis=1)
+                values = jnp.concatenate([v_context[:, np.asarray(context)], values], axis=1)
+            weights = jax.nn.softmax(jnp.einsum("nh,nph->np", q[o], by_query_head(keys)) * attention.scale, axis=-1)
+            slots.append(jnp.einsum("np,nph->nh", weights, by_query_head(values)))
         x = layer.finish(x, jnp.stack(slots)[None])
     return drafter.norm(x)[0]
 

@@ -1,5 +1,7 @@
 """A tiny target, a tiny drafter, batches in memory: what the training tests share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +17,22 @@ VOCAB, HIDDEN, MASK = 48, 16, 3
 
 
 def target_config(**changes) -> TargetConfig:
-    fields = dict(
+    config = TargetConfig(
         family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=5, num_heads=4,
         num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), max_positions=256,
         layer_types=(FULL,) * 5, tie_embeddings=True,
     )  # fmt: skip
-    return TargetConfig(**(fields | changes))
+    return dataclasses.replace(config, **changes)
 
 
 def drafter_config(**changes) -> DrafterConfig:
-    fields = dict(
+    config = DrafterConfig(
         hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
         rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), vocab_size=VOCAB, block_size=4, mask_token_id=MASK,
         target_layer_ids=(1, 3), num_target_layers=5, layer_types=(FULL, SLIDING), max_positions=256,
         sliding_window=6,
     )  # fmt: skip
-    return DrafterConfig(**(fields | changes))
+    return dataclasses.replace(config, **changes)
 
 
 def target(seed: int = 0):
