@@ -22,6 +22,7 @@ from dflash_jax.models.transformer import Forward
 
 VOCAB, HIDDEN, POSITIONS = 16, 8, 256
 FILLER = 1  # said wherever no script says otherwise
+BROKEN = VOCAB - 1  # said by a row whose committed rows are not what they should be; scripts do without it
 KEY_DIM = 2
 
 
@@ -46,7 +47,7 @@ class ScriptedModel(nnx.Module):
         rows_BxC = context(cache, 0)[0][:, 0, :, 1]
         whole_B = ((rows_BxC == row_C[None]) | (row_C[None] >= cache.length_B[:, None])).all(axis=1)
         said_BxM = table_VxP[first_B[:, None], jnp.minimum(position_BxM + 1, table_VxP.shape[1] - 1)]
-        said_BxM = jnp.where(whole_B[:, None], said_BxM, VOCAB - 1)
+        said_BxM = jnp.where(whole_B[:, None], said_BxM, BROKEN)
         hidden_BxMxD = jnp.zeros((*token_BxM.shape, HIDDEN), jnp.float32).at[..., 0].set(said_BxM.astype(jnp.float32))
         taps = jnp.concatenate([hidden_BxMxD] * len(tap_ids), axis=-1) if tap_ids else None
         return Forward(hidden_BxMxD, taps, _kv(token_BxM, position_BxM))
@@ -107,9 +108,7 @@ _CONFIG = TargetConfig(
 )  # fmt: skip
 
 
-def scripted_target(
-    table_VxP: np.ndarray, eos_token_ids: Sequence[int] = (), max_positions: int = POSITIONS
-) -> Target:
+def scripted_target(table_VxP: np.ndarray, eos_token_ids: Sequence[int] = (), max_positions: int = POSITIONS) -> Target:
     graphdef, params = nnx.split(ScriptedModel(table_VxP))
     config = dataclasses.replace(_CONFIG, max_positions=max_positions)
     return Target(config, graphdef, params, eos_token_ids=tuple(eos_token_ids), source="scripted")
