@@ -210,7 +210,7 @@ def _check_init_layers(
 
 
 def _copy(variable: nnx.Variable, value: Any) -> None:
-    value = jnp.asarray(value, jnp.float32)
+    value = jnp.array(value, jnp.float32, copy=True)
     if value.shape != variable.get_value().shape:
         raise ConfigError(f"cannot initialise a parameter of shape {variable.get_value().shape} from {value.shape}")
     variable.set_value(value)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.responses import Sample
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import random_target
@@ -62,43 +63,34 @@ def batch(seed=0, rows=3, length=24, starts=(6, 2, 10), ends=(24, 17, 20), featu
     return result
 
 
-class MemoryBatches:
-    """Samples drawn in an order that depends on the epoch; the position is all its state."""
+class Recorded:
+    """A batch iterator that remembers the sample ids it gave since its position was last set."""
 
-    def __init__(self, samples: dict[str, np.ndarray], batch_size: int, seed: int = 0):
-        self.samples, self.batch_size, self.seed, self.position = samples, batch_size, seed, 0
-        self.seen: list[int] = []
+    def __init__(self, batches):
+        self.batches, self.seen = batches, []
 
     def __next__(self) -> dict[str, np.ndarray]:
-        count = len(self.samples["length_B"])
-        rows = []
-        for i in range(self.position, self.position + self.batch_size):
-            epoch = i // count
-            rows.append((np.random.default_rng((self.seed, epoch)).permutation(count)[i % count], epoch))
-        self.position += self.batch_size
-        index = np.asarray([r for r, _ in rows])
-        result = {name: x[index] for name, x in self.samples.items()}
-        result["epoch_B"] = np.asarray([e for _, e in rows], np.int32)
+        result = next(self.batches)
         self.seen += result["id_B"].tolist()
         return result
 
     def get_state(self) -> dict:
-        return {"position": self.position}
+        return self.batches.get_state()
 
     def set_state(self, state: dict) -> None:
-        self.position = state["position"]
+        self.seen.clear()
+        self.batches.set_state(state)
 
 
-def data(rows: int = 12, length: int = 24, batch_size: int = 4, features: bool = False) -> TrainingData:
+def data(rows: int = 12, length: int = 24, batch_size: int = 4) -> TrainingData:
+    """Batches of the real iterator (shuffled, read ahead) over samples in memory, without features."""
     rng = np.random.default_rng(7)
     starts = rng.integers(2, length // 2, rows)
     ends = rng.integers(length // 2 + 3, length + 1, rows)
-    samples = batch(7, rows, length, starts, ends, features)
-    listed = [
-        Sample(str(i), samples["tokens_BxS"][i, :end], samples["loss_mask_BxS"][i, :end])
-        for i, end in enumerate(samples["length_B"])
-    ]
-    return TrainingData(MemoryBatches(samples, batch_size), listed, {"rows": rows, "length": length})
+    whole = batch(7, rows, length, starts, ends, features=False)
+    samples = [Sample(str(i), whole["tokens_BxS"][i, :e], whole["loss_mask_BxS"][i, :e]) for i, e in enumerate(ends)]
+    iterator = make_iterator(samples, batch_size=batch_size, seq_len=length, seed=5)
+    return TrainingData(Recorded(iterator), samples, {"rows": rows, "length": length})
 
 
 def feed(batch_of_numpy: dict) -> dict[str, jax.Array]:
