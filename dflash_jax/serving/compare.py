@@ -70,7 +70,7 @@ def _one(runs: list[TimedRun], block_size: int) -> dict[str, Any]:
         "block_size": block_size,
         "rounds": acceptance["rounds"],
         "tau": acceptance["tau"],
-        "histogram": {str(n): count for n, count in enumerate(acceptance["histogram"]) if n},
+        "histogram": {str(n): dict(enumerate(acceptance["histogram"])).get(n, 0) for n in range(1, block_size + 1)},
         "per_position": acceptance["per_position"],
     }
 
