@@ -55,7 +55,7 @@ def load_drafter(
       ConfigError: the configuration can not be right, is not supported, or is for another target.
       CheckpointError: files are missing or broken, a tensor is missing, unknown or misshapen.
     """
-    directory = _directory(source, progress)
+    directory = drafter_directory(source, progress)
     hf = _read_json(directory / "config.json")
     try:
         config = drafter_config_from_hf(hf, target.config)
@@ -177,7 +177,12 @@ def _check_mask(config: DrafterConfig, target: Target) -> None:
             )
 
 
-def _directory(source: str | pathlib.Path, progress: Progress | None) -> pathlib.Path:
+def drafter_directory(source: str | pathlib.Path, progress: Progress | None = None) -> pathlib.Path:
+    """The local directory of a drafter that `load_drafter` takes, fetched if it is on the hub.
+
+    Raises:
+      CheckpointError: there is none.
+    """
     name = str(source)
     if name.startswith(ASSET):
         return _asset(name.removeprefix(ASSET))

@@ -7,6 +7,7 @@ time, so that they can be interleaved prompt by prompt.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -137,11 +138,9 @@ class Worker:
         Raises:
           WorkerError: the worker ended, or answered with an error.
         """
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it ended; reading says with which status
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended; reading says with which status
         answer = self._read(str(question.get("method", question)))
         if "error" in answer:
             raise WorkerError(f"{' '.join(self.command)}, asked for {question.get('method')}: {answer['error']}")
@@ -160,7 +159,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process by closing its input, and waits for it."""
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what was not sent before it ended
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 

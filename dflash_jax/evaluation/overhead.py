@@ -16,7 +16,9 @@ from dflash_jax.evaluation.methods import EngineMethod
 SEGMENT = 8  # rounds of a kind before the next kind
 
 
-def host_overhead(method: EngineMethod, prompt_ids: Sequence[int], rounds: int = 64) -> dict[str, Any]:
+def host_overhead(
+    method: EngineMethod, prompt_ids: Sequence[int], max_tokens: int = 256, rounds: int = 64
+) -> dict[str, Any]:
     """Times rounds of one batch row in three ways, in turn:
 
     - as they are decoded: dispatch, wait, read the tokens, book them;
@@ -26,7 +28,8 @@ def host_overhead(method: EngineMethod, prompt_ids: Sequence[int], rounds: int =
     All three run the same program on the same shapes; its cost does not depend on the tokens.
 
     Args:
-      prompt_ids: any prompt; the cache is the one that it needs with an answer of 256 tokens or more.
+      prompt_ids, max_tokens: any prompt; the cache is the one that it and an answer of at most max_tokens need, or a
+        larger one where that is too short for timing.
       rounds: of each kind.
 
     Returns:
@@ -35,7 +38,7 @@ def host_overhead(method: EngineMethod, prompt_ids: Sequence[int], rounds: int =
       come out slightly negative where it is below what the clock resolves.
     """
     needed = 3 * SEGMENT * method.block_size + 1  # what three segments of full blocks emit
-    engine = method.new_engine(method.engine_for(prompt_ids, max(needed, 256)).capacity)
+    engine = method.new_engine(method.engine_for(prompt_ids, max(needed, max_tokens)).capacity)
     _readmit(engine, prompt_ids, needed)
     engine.round()  # compiles, where this capacity is new
     clock = time.perf_counter

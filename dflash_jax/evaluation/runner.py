@@ -199,7 +199,7 @@ def run(
             for method in methods:
                 if isinstance(method, EngineMethod):
                     logging.info("timing the host's part of a round: %s", method.name)
-                    overhead[method.name] = host_overhead(method, shortest, overhead_rounds)
+                    overhead[method.name] = host_overhead(method, shortest, max_tokens, overhead_rounds)
         number = {(p.task, p.id): i for i, p in enumerate(prompts)}
         for done, prompt in enumerate(todo, len(number) - len(todo) + 1):
             names = order(list(by_name), number[prompt.task, prompt.id])
