@@ -89,7 +89,7 @@ def in_new_process(workdir, options="", wait=True):
         [sys.executable, "-c", "import tests.conftest" + code], cwd=root, stderr=subprocess.PIPE, text=True
     )
     if wait:
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
     return process
 
