@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,11 @@ def make_mesh(data: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | No
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[: data * tensor],
     )
+
+
+def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """While tracing: kernels that XLA can not partition are mapped over this mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:

@@ -26,6 +26,7 @@ import tensorstore
 from absl import logging
 from flax import nnx
 
+from dflash_jax import sharding
 from dflash_jax.config import ConfigError
 from dflash_jax.data.responses import Sample, StoreError, refuse_difference, target_fingerprint, write_atomically
 from dflash_jax.models.target import Target
@@ -222,7 +223,9 @@ def _fill(
     total, done = sum(s.length for s in missing.values()), 0
     start = shown = time.perf_counter()
     for batch, token_BxS in _batches(list(missing.values()), tokens_per_batch):
-        taps_BxSxTD, hidden_BxSxD = jax.device_get(_features(target.graphdef, target.params, token_BxS, tap_ids))
+        with sharding.use(target.mesh):
+            features = _features(target.graphdef, target.params, token_BxS, tap_ids)
+        taps_BxSxTD, hidden_BxSxD = jax.device_get(features)
         store.append(
             batch,
             [taps_BxSxTD[i, : s.length] for i, s in enumerate(batch)],

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dflash_jax import sharding
 from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.layers import dense
@@ -119,7 +120,8 @@ def measure(
         state[-1] = model.embed(token_BxS)
         return rms, [_query_key_rms(model.layers[layer], state[layer - 1]) for layer in layers]
 
-    rms, qk = run(target.params, jnp.asarray(token_BxS))
+    with sharding.use(target.mesh):
+        rms, qk = run(target.params, jnp.asarray(token_BxS))
     return Statistics(
         tuple(float(np.median(np.asarray(rms[tap])[inside_BxS])) for tap in tap_ids),
         tuple(float(np.sqrt(np.mean(np.square(np.asarray(q)[inside_BxS])))) for q, _ in qk),

@@ -236,7 +236,7 @@ def train(
             batch = dict(next(data.batches))
             settle()
             data_state = data.batches.get_state()
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            with jax.profiler.StepTraceAnnotation("train", step_num=step), sharding.use(mesh):
                 state, metrics = train_step(state, frozen, put_batch(batch, mesh))
             step += 1
             pending = (step, np.asarray(batch["id_B"]), metrics)

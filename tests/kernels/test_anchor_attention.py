@@ -46,7 +46,7 @@ def assert_close(actual, expected, tolerance=5e-6):
 
 CASES = {
     "two-sided": AnchorCase(),
-    "causal, windowed, packed": AnchorCase(causal=True, window=6, packed=True, group=3),
+    "causal, windowed, packed": AnchorCase(causal=True, window=3, packed=True, group=3),
     "odd block": AnchorCase(batch=1, anchors=9, slots=7, group=3, context=33),
     "several tiles, windowed": AnchorCase(batch=1, anchors=40, slots=16, kv_heads=1, context=1100, window=90),
     "one slot": AnchorCase(anchors=2, slots=1, kv_heads=1, group=1, head_dim=128, context=3),
