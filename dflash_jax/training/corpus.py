@@ -79,7 +79,7 @@ class DataConfig:
     """The `data` section.
 
     Attributes:
-      batch_size, seq_len: rows of a batch and tokens of a row; longer samples keep their head.
+      batch_size, seq_len: rows of a batch, over all processes, and tokens of a row; longer samples keep their head.
       answers: {store name: fields of `AnswerConfig`}.
       natural: how many finished conversations of each source are taken as they are.
       stores: folders of further response stores, made before.
@@ -137,8 +137,12 @@ def open_training_data(
     supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
     logging.info("%d samples, %d supervised tokens", len(samples), supervised)
     features = compute_features(target, samples, directory / "features", tap_ids) if config.features else None
+    processes = jax.process_count()
+    if config.batch_size % processes:
+        raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {processes} processes")
     batches = make_iterator(
-        samples, features, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+        samples, features, batch_size=config.batch_size // processes, seq_len=config.seq_len, seed=config.seed,
+        process_index=jax.process_index(), process_count=processes,
     )  # fmt: skip
     digest = hashlib.sha256()
     for sample in samples:
@@ -149,7 +153,7 @@ def open_training_data(
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "seed": config.seed,
-        "processes": jax.process_count(),
+        "processes": processes,
     }
     return TrainingData(batches, samples, facts)
 

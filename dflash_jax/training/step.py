@@ -170,23 +170,25 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
     return TrainState(params, moments, whole, whole)
 
 
-def batch_sharding(mesh: Mesh, array: Any) -> jax.sharding.NamedSharding:
-    """Rows over the data axis."""
-    return sharding.named_sharding(mesh, ("batch", *([None] * (array.ndim - 1))), array.shape)
-
-
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
-    """Lays a host batch out on the devices; bool and integer arrays stay what they are.
+    """Lays a host batch out on the devices, rows over the data axis.
+
+    With several processes each brings its own rows; together they are the batch.
 
     Raises:
       ConfigError: rows do not divide over the data axis.
     """
     if mesh is None:
         return jax.device_put(batch)
-    rows, parts = len(batch["length_B"]), sharding.data_parallel_size(mesh)
+    rows, parts = len(batch["length_B"]) * jax.process_count(), sharding.data_parallel_size(mesh)
     if rows % parts:
         raise ConfigError(f"a batch of {rows} rows does not divide over {parts} data shards; change batch_size")
-    return {name: jax.device_put(x, batch_sharding(mesh, x)) for name, x in batch.items()}
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding.named_sharding(mesh, ("batch", *([None] * (x.ndim - 1))), (rows, *x.shape[1:])), x
+        )
+        for name, x in batch.items()
+    }
 
 
 LossFunction = Callable[[nnx.State, jax.Array, Frozen, dict[str, jax.Array]], LossSums]
