@@ -26,7 +26,7 @@ from dflash_jax import command_line
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.compilation_cache import use_compilation_cache
-from dflash_jax.config import from_config_dict
+from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.evaluation.report import markdown
 from dflash_jax.evaluation.runner import BenchmarkConfig, describe, own_methods, run, select_prompts
 
@@ -50,6 +50,9 @@ def override(
     if limit is not None:
         values["tasks"] = dict.fromkeys(values["tasks"], limit)
     if block_sizes:
+        wrong = [size for size in block_sizes if not size.isdigit()]
+        if wrong:
+            raise ConfigError(f"block_sizes is {','.join(block_sizes)!r}, must be whole numbers, as 4,5")
         values["block_sizes"] = [int(size) for size in block_sizes]
     if dtype:
         values["dtypes"] = dtype

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.decoding.engine import Engine, Request, timed_events
+from dflash_jax.decoding.engine import Engine, timed_events
+from dflash_jax.decoding.request import Request
 
 
 @dataclasses.dataclass
