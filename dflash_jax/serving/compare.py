@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from dflash_jax.decoding.engine import Request
+from dflash_jax.decoding.request import Request
+from dflash_jax.decoding.sampling import MIN_TEMPERATURE
 from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.evaluation.timing import TimedRun, speed_statistics, timed_run
 from dflash_jax.serving.session import DFLASH, PLAIN, Session
@@ -45,7 +46,7 @@ def compare(
     stats: dict[str, Any] = {mode: _one(runs[mode], session.block_size(mode)) for mode in modes}
     stats.setdefault(DFLASH, None)
     answer = runs[modes[-1]][0]
-    stats |= _contrast(runs, stats, greedy=request.temperature == 0)
+    stats |= _contrast(runs, stats, greedy=request.temperature < MIN_TEMPERATURE)
     return stats | {
         "dtype": jnp.dtype(session.target.dtype).name,
         "tokens": len(answer.token_ids),

@@ -8,8 +8,10 @@ from typing import Any
 from dflash_jax.checkpoints.tokenizer import StreamDecoder
 from dflash_jax.config import ConfigError
 from dflash_jax.data.conversations import encode_prompt
-from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
+from dflash_jax.decoding.engine import Engine, capacity_bucket
 from dflash_jax.decoding.generate import Delta
+from dflash_jax.decoding.request import Request
+from dflash_jax.decoding.sampling import MIN_TEMPERATURE
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.serving.config import DrafterSection, GenerationSection
@@ -103,7 +105,7 @@ class Session:
                 self.drafter if mode == DFLASH else None,
                 max_length=key[1],
                 block_size=self.block_size(mode),
-                greedy=self.generation.temperature == 0,
+                greedy=self.generation.temperature < MIN_TEMPERATURE,
                 proposal=self.options.proposal,
             )
             # Two rounds at least: the second runs on what the first left, in the layout it left it in.
