@@ -45,7 +45,7 @@ class Tiles:
       block_keys: keys a block, K padded.
       context: context rows a key tile.
       scale: factor on the scores.
-      interpret: run the kernels through the interpreter.
+      interpret: run the kernels through the interpreter (True), or in the TPU simulator.
     """
 
     blocks: int
@@ -53,7 +53,7 @@ class Tiles:
     block_keys: int
     context: int
     scale: float
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
 
     @property
     def query_tile(self) -> int:
@@ -65,7 +65,12 @@ class Tiles:
 
 
 def choose_tiles(
-    num_anchors: int, block_size: int, heads: int, num_context: int, scale: float, interpret: bool
+    num_anchors: int,
+    block_size: int,
+    heads: int,
+    num_context: int,
+    scale: float,
+    interpret: bool | pltpu.InterpretParams,
 ) -> Tiles:
     """Query tiles of whole blocks and whole lanes, about QUERY_TILE wide."""
     queries = round_up(block_size * heads, SUBLANES)
@@ -90,7 +95,7 @@ def anchor_attention_pallas(
     *,
     window: int | None,
     scale: float,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """See `anchor_attention`; on one device. The rows of a document must lie together, as packing lays them."""
     b, a, k, n, h = q_BxAxKxNxH.shape

@@ -42,7 +42,7 @@ def paged_block_attention_pallas(
     *,
     window: int | None,
     scale: float,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """See `paged_block_attention`; on one device, or on one device's part (`block_attention_mesh`).
 
