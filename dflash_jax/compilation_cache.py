@@ -23,7 +23,7 @@ def use_compilation_cache() -> pathlib.Path:
         return pathlib.Path(configured)
     directory = cache_dir() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # Small programs too: a start runs some dozens of them, and each takes a fraction of a second.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    # Small programs too: a start runs some dozens of them, and together they take seconds.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
