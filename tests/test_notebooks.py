@@ -31,7 +31,7 @@ def outputs(notebook: nbformat.NotebookNode, cell_id: str) -> str:
     (cell,) = [cell for cell in notebook.cells if cell.id == cell_id]
     assert not [output for output in cell.outputs if output.output_type == "error"]
     shown = [output.get("text", "") or output.get("data", {}).get("text/html", "") for output in cell.outputs]
-    return "\n".join(shown)
+    return "".join(shown)
 
 
 @pytest.fixture(scope="module")
