@@ -16,9 +16,9 @@ import pathlib
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.placement import CheckpointError
+from dflash_jax.checkpoints.safetensors_writer import write_safetensors
 
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 _NAMES = ("draft_to_target", "d2t", "t2d")
@@ -94,7 +94,7 @@ def write_draft_vocab(directory: str | pathlib.Path, draft_to_target: np.ndarray
     """Writes `draft_vocab.safetensors` with both tables."""
     ids_U = check_draft_to_target(draft_to_target, vocab_size).astype(np.int64)
     tables = {"draft_to_target": ids_U, "d2t": ids_U - np.arange(len(ids_U))}
-    save_file(tables, pathlib.Path(directory) / DRAFT_VOCAB_FILE, metadata={"format": "np"})
+    write_safetensors(tables, pathlib.Path(directory) / DRAFT_VOCAB_FILE, "np")
 
 
 def _integers(values: np.ndarray, where: str) -> np.ndarray:

@@ -12,12 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
 from dflash_jax.checkpoints.drafter_config import drafter_config_to_hf
 from dflash_jax.checkpoints.drafter_names import drafter_placements
 from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
+from dflash_jax.checkpoints.safetensors_writer import write_safetensors
 from dflash_jax.config import DrafterConfig
 
 _WEIGHTS, _CONFIG, _README = "model.safetensors", "config.json", "README.md"
@@ -76,8 +76,7 @@ def export_drafter(
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made = pathlib.Path(scratch) / "new"
         made.mkdir()
-        # Readers on torch refuse a file without this entry.
-        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        write_safetensors(tensors, made / _WEIGHTS, "pt")
         if draft_to_target is not None:
             write_draft_vocab(made, draft_to_target, config.vocab_size)
         if readme is not None:

@@ -9,10 +9,10 @@ import tempfile
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.hf_config import target_config_to_hf
 from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
+from dflash_jax.checkpoints.safetensors_writer import write_safetensors
 from dflash_jax.checkpoints.target_names import target_placements
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.models.target import Target
@@ -47,10 +47,7 @@ def export_target(directory: str | pathlib.Path, target: Target) -> pathlib.Path
         made.mkdir()
         _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", {"eos_token_id": ends or None})
-        # Readers on torch refuse a file without this entry.
-        save_file(
-            dict(export_tensors(target.params, placements)), made / "model.safetensors", metadata={"format": "pt"}
-        )
+        write_safetensors(dict(export_tensors(target.params, placements)), made / "model.safetensors", "pt")
         if target.tokenizer is not None:
             _write_tokenizer(made, target.tokenizer)
         os.replace(made, directory)  # takes the place of an empty directory too
