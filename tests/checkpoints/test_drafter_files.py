@@ -475,7 +475,7 @@ def test_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr("dflash_jax.checkpoints.export_drafter.save_file", full_disk)
+    monkeypatch.setattr("dflash_jax.checkpoints.export_drafter.write_safetensors", full_disk)
     with pytest.raises(OSError, match="no space left"):
         export(tmp_path / "d", readme="second")
     assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == before
