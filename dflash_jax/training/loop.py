@@ -7,9 +7,11 @@ import dataclasses
 import json
 import math
 import pathlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from dflash_jax import sharding
-from dflash_jax.checkpoints.draft_vocab import read_draft_vocab, write_draft_vocab
+from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab, write_draft_vocab
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
@@ -107,6 +110,7 @@ def train(
     Raises:
       ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with.
       TrainingDiverged: see there.
+      SystemExit: SIGTERM came; a checkpoint was saved.
     """
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -148,6 +152,7 @@ def train(
     if latest is None:
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
         draft_to_target = choose_draft_vocabulary(data.samples, config.drafter.draft_vocab_size, target)
+        (workdir / DRAFT_VOCAB_FILE).unlink(missing_ok=True)  # of a run that was stopped before its first checkpoint
         if draft_to_target is not None:
             write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
         statistics = _measure(config, target, draft, data.batches)
@@ -179,7 +184,7 @@ def train(
         target=target.params,
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
-    train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit)
+    train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh)
 
     def bound(state: TrainState) -> Drafter:
         # A copy: the step donates the state's buffers, and the drafter lives on.
@@ -231,7 +236,12 @@ def train(
 
     last_summary: dict[str, float] = {}
     saved_at = logged_at = time.monotonic()
-    with checkpoints, contextlib.closing(MetricsWriter(workdir, step)) as writer, _progress(step, last_step) as bar:
+    with (
+        checkpoints,
+        contextlib.closing(MetricsWriter(workdir, step)) as writer,
+        _progress(step, last_step) as bar,
+        _stop_signal() as stopped,
+    ):
         while step < last_step:
             batch = dict(next(data.batches))
             settle()
@@ -251,10 +261,14 @@ def train(
                 writer.write(step, "train", last_summary)
                 _report(bar, step, last_summary)
             due = run.save_every_minutes and time.monotonic() - saved_at > 60 * run.save_every_minutes
-            if step % run.save_every == 0 or due:
+            stopping = stopped(step)
+            if step % run.save_every == 0 or due or stopping:
                 settle()
-                save(state)
+                where = save(state)
                 saved_at = time.monotonic()
+            if stopping:
+                logging.info("stopped by a signal at step %d, saved in %s; the same command goes on", step, where)
+                raise SystemExit(128 + signal.SIGTERM)
             if run.eval_every and step % run.eval_every == 0 and step < last_step:
                 settle()
                 assess()
@@ -326,6 +340,26 @@ def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.
     inverse_V = np.full((vocab,), -1, np.int32)
     inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
     return jax.device_put(inverse_V, None if mesh is None else sharding.replicated(mesh))
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[int], bool]]:
+    """stopped(step): whether this run should save and end, because of SIGTERM or of a pod's preemption notice.
+
+    With several processes the answer is agreed on, so that all stop at the same step.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda step: False  # only the main thread may take signals
+        return
+    received = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: received.set())
+    try:
+        yield lambda step: received.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _warn_if_apart(tau: float, chain_tau: float | None) -> None:

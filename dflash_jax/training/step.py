@@ -261,6 +261,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     optimizer_config: OptimizerConfig,
     unit: Any = None,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """train_step(state, frozen, batch) -> state, metrics; jitted, the state is donated.
 
@@ -268,7 +269,8 @@ def make_train_step(
     parts are averaged on their own. A batch without a supervised slot, and one whose loss or gradient is
     not finite, changes neither parameters nor optimiser; the step counter goes on all the same.
 
-    `unit` is that of `make_optimizer`: the reported gradient norm is the one that is clipped.
+    `unit` is that of `make_optimizer`: the reported gradient norm is the one that is clipped. On a mesh the new
+    state is laid out as the old one, and metrics are on every device.
 
     Metrics: see `dflash_jax.training.metrics.summarise`; values are device arrays.
     """
@@ -313,4 +315,16 @@ def make_train_step(
         metrics = {"sums": sums, "grad_norm": norm, "learning_rate": rate_now, "finite": finite}
         return state.replace(step=state.step + 1), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(train_step, donate_argnums=0)
+
+    def placed_step(state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]):
+        layout = state_shardings(state, optimizer, mesh)
+        state, metrics = train_step(state, frozen, batch)
+        return jax.lax.with_sharding_constraint((state, metrics), (layout, _everywhere(metrics, mesh)))
+
+    return jax.jit(placed_step, donate_argnums=0)
+
+
+def _everywhere(tree: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda _: sharding.replicated(mesh), tree)

@@ -141,7 +141,8 @@ def test_b79_every_sample_once_an_epoch(straight):
 
 
 @pytest.mark.slow
-def test_b79_killed_in_the_middle(straight, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_b79_stopped_in_the_middle(straight, tmp_path, how):
     _, ids, expected_losses, expected = straight
     process = in_new_process(tmp_path, "save_every=5", wait=False)
     try:
@@ -150,8 +151,10 @@ def test_b79_killed_in_the_middle(straight, tmp_path):
             assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(how)
+        process.communicate()
+    if how == signal.SIGTERM and process.returncode:  # unless it was done already
+        assert process.returncode == 128 + signal.SIGTERM
     seen = []
     run(tmp_path, seen)
     assert losses(tmp_path) == expected_losses

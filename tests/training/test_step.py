@@ -41,10 +41,10 @@ def uneven_batch():
 
 
 @functools.cache
-def step_function(accumulation=1, num_anchors=6):
+def step_function(accumulation=1, mesh=None, num_anchors=6):
     config = StepConfig(num_anchors, CONFIG.block_size, LOSS, accumulation)
     loss = make_loss(config, GRAPHDEF, CONFIG, TARGET.config)
-    return make_train_step(config, loss, make_optimizer(OPTIMIZER, UNIT), OPTIMIZER, UNIT)
+    return make_train_step(config, loss, make_optimizer(OPTIMIZER, UNIT), OPTIMIZER, UNIT, mesh)
 
 
 def frozen(mesh=None):
@@ -56,7 +56,7 @@ def update(batch, accumulation=1, mesh=None, steps=1):
     optimizer = make_optimizer(OPTIMIZER, UNIT)
     state = init_state(place(PARAMS, mesh), optimizer, 0, mesh)
     for _ in range(steps):
-        state, metrics = step_function(accumulation)(state, frozen(mesh), put_batch(batch, mesh))
+        state, metrics = step_function(accumulation, mesh)(state, frozen(mesh), put_batch(batch, mesh))
     return state, metrics
 
 
@@ -105,6 +105,7 @@ def test_b76_a_mesh_gives_the_update_of_one_device(data, tensor):
     )
     moment = state.opt_state[2].mu["layers"][0]["mlp"]["down_FxD"].get_value()
     assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
+    assert metrics["sums"].loss.sharding.is_fully_replicated
 
 
 def test_b76_accumulation_on_a_mesh():
