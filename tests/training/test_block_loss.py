@@ -175,3 +175,26 @@ def test_a_wide_window_and_two_sided_layers_equal_full_attention():
     wide = run(toy.drafter_config(sliding_window=1000, causal=False))
     full = run(toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None))
     np.testing.assert_allclose(wide, full, atol=1e-6)
+
+
+def test_b72_blocks_of_packed_documents_equal_blocks_of_each_alone():
+    first, second = 10, 14
+    batch = toy.feed(toy.batch(rows=1))
+    token, taps = batch["tokens_BxS"], batch["taps_BxSxTD"]
+    position = jnp.concatenate([jnp.arange(first), jnp.arange(second)])[None]
+    document = jnp.concatenate([jnp.zeros(first, jnp.int32), jnp.ones(second, jnp.int32)])[None]
+
+    @jax.jit
+    def run(token, taps, anchor, position, document):
+        drafter = nnx.merge(GRAPHDEF, PARAMS)
+        keep = jnp.ones(anchor.shape, bool)
+        return block_forward(drafter, frozen(False).shared, token, taps, anchor, keep, 4, position, document)
+
+    packed = run(token, taps, jnp.asarray([[3, 8, first, first + 1, first + 9]]), position, document)
+    one = run(token[:, :first], taps[:, :first], jnp.asarray([[3, 8]]), position[:, :first], document[:, :first])
+    two = run(token[:, first:], taps[:, first:], jnp.asarray([[0, 1, 9]]), position[:, first:], document[:, first:])
+    np.testing.assert_allclose(packed[:, :2], one, atol=1e-5)
+    np.testing.assert_allclose(packed[:, 2:], two, atol=1e-5)
+    # And nothing of the first document, whatever it holds, reaches a block of the second.
+    other = run(token, taps.at[:, :first].mul(-3.0), jnp.asarray([[first, first + 9]]), position, document)
+    np.testing.assert_array_equal(other[:, 1], packed[:, 4])

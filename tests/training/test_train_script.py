@@ -74,7 +74,7 @@ def test_a_field_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
 
 
 def test_every_variant_builds():
-    for variant in ("", "tiny"):
+    for variant in ("", "natural", "tiny"):
         config = get_config(variant)
         assert config.drafter.mask_token_id in (16, 2)
     with pytest.raises(ValueError, match="'huge' is unknown"):
