@@ -186,13 +186,12 @@ def run(
     if len(by_name) < len(methods):
         raise ValueError(f"methods share a name: {[method.name for method in methods]}")
     limit = target.config.max_positions
-    tokens_of = {id(p): min(max_tokens, limit - len(p.ids)) for p in prompts}
     with RecordFile(directory, setup) as file:
         for prompt in prompts:
             if (prompt.task, prompt.id) in file:
                 _check_same(file.records[prompt.task, prompt.id], prompt, file.directory)
         todo = [p for p in prompts if (p.task, p.id) not in file]
-        warm_up_s = _warm_up(methods, todo, tokens_of, limit)
+        warm_up_s = _warm_up(methods, todo, max_tokens, limit)
         overhead = {}
         if overhead_rounds:
             shortest = min((p.ids for p in prompts), key=len)
@@ -203,7 +202,7 @@ def run(
         number = {(p.task, p.id): i for i, p in enumerate(prompts)}
         for done, prompt in enumerate(todo, len(number) - len(todo) + 1):
             names = order(list(by_name), number[prompt.task, prompt.id])
-            budget = tokens_of[id(prompt)]
+            budget = _budget(prompt, max_tokens, limit)
             runs = {name: by_name[name].answer(prompt.ids, budget) for name in names}
             record = Record(
                 prompt.task, prompt.id, prompt_hash([prompt]), len(prompt.ids), names, runs,
@@ -237,16 +236,19 @@ def _check_same(record: Record, prompt: EncodedPrompt, directory: pathlib.Path) 
         )
 
 
-def _warm_up(
-    methods: Sequence[Method], todo: Sequence[EncodedPrompt], tokens_of: Mapping[int, int], limit: int
-) -> dict[str, float]:
+def _budget(prompt: EncodedPrompt, max_tokens: int, limit: int) -> int:
+    """Tokens that every method may answer with: what the context leaves room for."""
+    return min(max_tokens, limit - len(prompt.ids))
+
+
+def _warm_up(methods: Sequence[Method], todo: Sequence[EncodedPrompt], max_tokens: int, limit: int) -> dict[str, float]:
     """Lets every method answer a prompt of every cache capacity that will be needed; seconds by method."""
-    samples = {capacity_bucket(len(p.ids) + tokens_of[id(p)], limit): p for p in todo}
+    samples = {capacity_bucket(len(p.ids) + _budget(p, max_tokens, limit), limit): p for p in todo}
     seconds = dict.fromkeys((m.name for m in methods), 0.0)
     for capacity, prompt in sorted(samples.items()):
         for method in methods:
             logging.info("compiling and warming up %s for contexts up to %d", method.name, capacity)
-            seconds[method.name] += method.warm_up(prompt.ids, tokens_of[id(prompt)])
+            seconds[method.name] += method.warm_up(prompt.ids, _budget(prompt, max_tokens, limit))
     return seconds
 
 

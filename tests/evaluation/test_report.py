@@ -82,8 +82,10 @@ def test_differences_are_listed_and_judged():
         record(f"x:{i}", "x", timed([1, 2], [1], 1.0, 0.5), timed([1, 3], [1], 1.0, 0.5), {"dflash-4": d})
         for i, d in enumerate((difference, worse))
     ]
-    method = aggregate(records, BLOCKS)["x"]["methods"]["dflash-4"]
+    report = aggregate(records, BLOCKS)
+    method = report["x"]["methods"]["dflash-4"]
     assert (method["identical"], method["unexplained"]) == ([0, 2], 1)
+    assert "| 0 of 2, near ties: 1, unexplained: 1 |" in markdown(whole(report))
     assert method["differences"] == [{"id": "x:0", **difference}, {"id": "x:1", **worse}]
 
 
