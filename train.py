@@ -4,8 +4,10 @@ The same command on the same workdir resumes. `--config.optimizer.total_steps=50
 `--config=configs/smollm2_135m_dflash.py:tiny` takes a variant.
 """
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
+
+from dflash_jax import command_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and the drafter go; resumes what is there.")
@@ -13,8 +15,7 @@ _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the processes of a 
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    del argv
     import jax
 
     if _DISTRIBUTED.value:
@@ -28,4 +29,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    command_line.run(main)

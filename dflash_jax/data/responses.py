@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dflash_jax.config import ConfigError
 from dflash_jax.models.target import Target
 
 Mode = Literal["greedy", "sampled", "natural"]
@@ -31,7 +32,7 @@ _PROBE_TEXT = "def f(x: int = 10) -> str:\n    return 'a  b'  # naïve — ½ �
 _PROBE_CHAT = ({"role": "user", "content": "Hello?"},)
 
 
-class StoreError(ValueError):
+class StoreError(ConfigError):
     """A store that can not be used as asked: names the store, the field and the way out."""
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dflash_jax.decoding.request import Request
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE
+from dflash_jax.evaluation.methods import first_difference
 from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.evaluation.timing import TimedRun, speed_statistics, timed_run
 from dflash_jax.serving.session import DFLASH, PLAIN, Session
@@ -90,14 +91,6 @@ def _contrast(runs: Mapping[str, list[TimedRun]], stats: Mapping[str, Any], gree
         result["identical"] = not differ
         result["first_difference"] = min(differ, default=None)
     return result
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The first index at which two lists differ, one being longer included; None where they are equal."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
 
 
 def comparison_table(stats: Mapping[str, Any]) -> Table:

@@ -7,8 +7,9 @@ from serving.tiny_pair import BLOCK, MAX_TOKENS, config, oracle, pair, strict_js
 
 from dflash_jax.config import ConfigError
 from dflash_jax.decoding.generate import generate
+from dflash_jax.evaluation.methods import first_difference
 from dflash_jax.evaluation.timing import TimedRun
-from dflash_jax.serving.compare import _contrast, comparison_table, first_difference
+from dflash_jax.serving.compare import _contrast, comparison_table
 from dflash_jax.serving.run import serve
 
 PROMPT = "Say it."
