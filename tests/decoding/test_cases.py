@@ -23,6 +23,7 @@ from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.request import Request
 from dflash_jax.drafters.contract import Drafter, SharedWeights
 from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.kernels.kv_cache import context
 
 EOS = 14
 
@@ -79,6 +80,8 @@ def test_b03_an_end_anywhere_in_an_accepted_block(batch):
     assert answers == [Answer((*s[: 2 + k],), (k + 1,), "stop") for k, s in enumerate(scripts)]
     # Behind the end nothing was committed that a later request in the same place could see.
     assert run(engine, [Request([9, 9, 9], 9)]) == [Answer((FILLER,) * 9, (8,), "length")]
+    if batch == 8:  # and rows that have ended stay as they are while others go on
+        np.testing.assert_array_equal(engine.state.cache.length_B, [3 + 8, *(2 + k + 1 for k in range(1, 8))])
 
 
 def test_b03_two_stop_ids_the_second_first():
@@ -202,13 +205,11 @@ def test_b14_rows_accept_different_numbers_in_one_round(page_size):
         for layer in range(2):  # the target's and the drafter's
             for b, prompt in enumerate(prompts):
                 expected = np.stack([[*prompt, *said[b]][: length_B[b]], np.arange(length_B[b])], axis=-1)
-                if page_size is None:
-                    k_CxH, v_CxH = cache.k[layer][b, 0], cache.v[layer][b, 0]
-                else:
-                    pages = np.asarray(cache.page_table_BxT)[b, : -(-length_B[b] // page_size)]
-                    k_CxH, v_CxH = (np.asarray(x[layer])[pages, 0].reshape(-1, 2) for x in (cache.k, cache.v))
-                np.testing.assert_array_equal(np.asarray(k_CxH)[: length_B[b]], expected)
-                np.testing.assert_array_equal(np.asarray(v_CxH)[: length_B[b]], -expected)
+                k_CxH, v_CxH = (np.asarray(x_BxGxCxH)[b, 0] for x_BxGxCxH in context(cache, layer))
+                np.testing.assert_array_equal(k_CxH[: length_B[b]], expected)
+                np.testing.assert_array_equal(v_CxH[: length_B[b]], -expected)
+                owned = len(prompt) + 30 if page_size is None else -(-(len(prompt) + 30) // page_size) * page_size
+                assert not k_CxH[length_B[b] : owned].any()  # what was refused has never been written
     assert [said[i] == scripts[i][: len(said[i])] for i in range(3)] == [True] * 3
 
 

@@ -1,5 +1,6 @@
 """The engine: rows that do not know each other, places taken again, work given up, chunks, windows."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,13 +12,14 @@ from flax import nnx
 from golden_cases import load_golden
 from scripted import BROKEN, FILLER, script_table, scripted_drafter, scripted_target, wrong_at
 
+from dflash_jax import sharding
 from dflash_jax.config import FULL, SLIDING, RopeConfig, TargetConfig
 from dflash_jax.decoding import engine as engine_module
 from dflash_jax.decoding.engine import Engine, capacity_bucket, timed_events
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.request import Request
 from dflash_jax.kernels.kv_cache import context
-from dflash_jax.models.target import random_target
+from dflash_jax.models.target import place, random_target
 
 VOCAB = 96
 CASE = "tr_llama_full"
@@ -199,10 +201,11 @@ def test_an_abort_leaves_its_tokens_to_nobody(lookahead, page_size):
     assert engine.abort(0)
     assert not engine.abort(0) and not engine.abort(77)
     assert engine.free_rows == 1
-    events += engine.admit([(2, asked[2])])
+    later = engine.admit([(2, asked[2])])
     while engine.active_rows:
-        events += engine.round()
-    answers = collect(events, 3)
+        later += engine.round()
+    assert {e.index for e in later} == {1, 2}
+    answers = collect(events + later, 3)
     assert [a.token_ids for a in answers[1:]] == [tuple(s[:20]) for s in scripts[1:3]]
     assert answers[0].token_ids == tuple(scripts[0][: len(answers[0].token_ids)]) and answers[0].reason is None
     assert engine.pages is None or engine.pages.free_pages == engine.pages.num_pages
@@ -285,12 +288,18 @@ def test_admission_is_all_or_nothing():
     assert engine.free_rows == 1
 
 
-def test_b22_a_staging_array_is_copied():
-    engine, _, _ = scripted_engine(batch=2)
-    staging = np.arange(4096, dtype=np.int32)
-    placed = engine._put(staging)
+@pytest.mark.parametrize("mesh", [None, (1, 1), (8, 1)])
+def test_b22_a_staging_array_is_copied(mesh):
+    target = scripted_target(script_table([], []))
+    if mesh is not None:
+        mesh = sharding.make_mesh(*mesh)
+        target = dataclasses.replace(target, params=place(target.params, mesh), mesh=mesh)
+    engine = Engine(target, batch=8)
+    memory = np.zeros(4096 + 16, np.int32)
+    staging = memory[-memory.ctypes.data % 64 // 4 :][:4096]  # aligned so that the runtime would take it as it is
+    placed = jax.block_until_ready(engine._put(staging))
     staging[:] = -1
-    np.testing.assert_array_equal(placed, np.arange(4096))
+    np.testing.assert_array_equal(placed, np.zeros(4096))
 
 
 def test_a_run_refuses_before_it_decodes():
