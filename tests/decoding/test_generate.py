@@ -5,12 +5,15 @@ import functools
 
 import numpy as np
 import pytest
+import tokenizers
 from answers import mixed_prompts, of_results
 from golden_cases import load_golden
 from scripted import FILLER, all_wrong, script_table, scripted_drafter, scripted_target, wrong_at
+from tokenizers import decoders, models, pre_tokenizers
 
 import dflash_jax
 from dflash_jax.checkpoints.load_drafter import random_drafter
+from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.decoding.generate import build, generate, stream
 
 VOCAB, MASK = 96, 95
@@ -232,3 +235,33 @@ def test_a_drafter_of_another_target_is_refused():
     drafter = load_golden("tr_qwen3_full_a")[1]
     with pytest.raises(ValueError, match="the drafter taps layer 4, the target has 1 layers"):
         generate(scripted_target(script_table([], [])), drafter, [[1]])
+
+
+def bytes_target(text: bytes, max_tokens: int):
+    """(target, drafter): behind the prompt "a" comes this text, a token a byte; some drafts are refused."""
+    alphabet = bytes(sorted({*text, *b"a"}))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    seen_as = [level.pre_tokenize_str(chr(b))[0][0] if b < 128 else None for b in alphabet]
+    # A byte above 127 is spelt as the byte-level alphabet spells it: by the last character of a text that ends in it.
+    for i, b in enumerate(alphabet):
+        if seen_as[i] is None:
+            whole = next(c for c in text.decode() if b in c.encode())
+            seen_as[i] = level.pre_tokenize_str(whole)[0][0][whole.encode().index(b)]
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(seen_as)}, []))
+    backend.pre_tokenizer, backend.decoder = level, decoders.ByteLevel()
+    script = [alphabet.index(b) for b in text][:max_tokens]
+    table = script_table([[alphabet.index(b"a")]], [script])
+    drafter = scripted_drafter(wrong_at(table, {alphabet.index(b"a"): [4, 5, 11]}), 4)
+    return dataclasses.replace(scripted_target(table), tokenizer=Tokenizer(backend)), drafter
+
+
+@pytest.mark.parametrize("max_tokens", [14, 10])
+def test_text_is_streamed_in_whole_characters(max_tokens):
+    """The second limit falls inside a character: both ways give the same mark for it."""
+    text = "é日ďb 日é"
+    target, drafter = bytes_target(text.encode(), max_tokens)
+    [result] = generate(target, drafter, ["a"], max_tokens=max_tokens)
+    pieces = [d.text for d in stream(target, drafter, ["a"], max_tokens=max_tokens)]
+    assert "".join(pieces) == result.text == text.encode()[:max_tokens].decode(errors="replace")
+    assert len(pieces) > 3 and not any("\ufffd" in piece for piece in pieces[:-1])
+    assert ("\ufffd" in result.text) == (max_tokens == 10)
