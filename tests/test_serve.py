@@ -124,9 +124,11 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_ends_with_ctrl_d(place, first_st
     assert "Traceback" not in screen.shown
 
 
-# Makes stdin the controlling terminal, so that Ctrl-C becomes a signal, and then becomes the program.
+# Makes stdin the controlling terminal, so that Ctrl-C becomes a signal, and then becomes the program. A test run that
+# was started in the background ignores that signal, and programs inherit it.
 TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """

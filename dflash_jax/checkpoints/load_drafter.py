@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import pathlib
 from typing import Any
 
@@ -17,6 +16,7 @@ from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, check_draft_to_
 from dflash_jax.checkpoints.drafter_config import bind_to_target, drafter_config_from_hf
 from dflash_jax.checkpoints.drafter_names import OWN_EMBEDDING_OR_HEAD, drafter_placements
 from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
+from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.load_target import as_dtype
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
@@ -56,7 +56,7 @@ def load_drafter(
       CheckpointError: files are missing or broken, a tensor is missing, unknown or misshapen.
     """
     directory = drafter_directory(source, progress)
-    hf = _read_json(directory / "config.json")
+    hf = read_json(directory / "config.json", required=True)
     try:
         config = drafter_config_from_hf(hf, target.config)
     except ConfigError as error:
@@ -204,15 +204,3 @@ def _asset(name: str) -> pathlib.Path:
     if name not in known:
         raise CheckpointError(f"{ASSET}{name} does not come with this package; it has {', '.join(known) or 'none'}")
     return root / name
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, must be a JSON object")
-    return value

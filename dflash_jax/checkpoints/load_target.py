@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from dflash_jax.checkpoints.gguf_reader import GGUFFile, target_config_from_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from dflash_jax.checkpoints.hf_config import target_config_from_hf
 from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
+from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
@@ -88,7 +88,7 @@ def _from_directory(
         ggufs = sorted(p.name for p in directory.glob("*.gguf"))
         hint = f"; give the path of the GGUF file in it, {ggufs[0]}" if ggufs else ""
         raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint{hint}")
-    hf, generation = _read_json(directory / "config.json"), _read_json(directory / "generation_config.json")
+    hf, generation = read_json(directory / "config.json"), read_json(directory / "generation_config.json")
     try:
         config = target_config_from_hf(hf)
     except ConfigError as error:
@@ -110,18 +110,6 @@ def _eos_ids(values: Mapping[str, Any]) -> list[int]:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ConfigError(f"eos_token_id holds {i!r}, must be an id or a list of ids")
     return ids
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, must be a JSON object")
-    return value
 
 
 def _from_gguf(path: pathlib.Path, source: str, dtype: Any, mesh: Mesh | None, progress: Progress | None) -> Target:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from dflash_jax.checkpoints.chat_template import ChatTemplate
+from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.token_bytes import TokenBytes
 from dflash_jax.config import ConfigError
 
@@ -182,8 +182,8 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     # Files may ask for padding or truncation of training batches; neither belongs into a prompt.
     backend.no_padding()
     backend.no_truncation()
-    config = _read_json(directory / "tokenizer_config.json")
-    special = {**_read_json(directory / "special_tokens_map.json"), **config}
+    config = read_json(directory / "tokenizer_config.json")
+    special = {**read_json(directory / "special_tokens_map.json"), **config}
     return Tokenizer(
         backend,
         **{role: _token_text(special.get(role), role) for role in _ROLES},
@@ -191,18 +191,6 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
         add_bos=config.get("add_bos_token"),
         add_eos=config.get("add_eos_token"),
     )
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def _token_text(value: Any, role: str) -> str | None:
@@ -221,7 +209,7 @@ def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str | 
     jinja = directory / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
-    value = _read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
+    value = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(value, list):
         value = {entry["name"]: entry["template"] for entry in value}
     if isinstance(value, Mapping):

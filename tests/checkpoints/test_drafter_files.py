@@ -211,7 +211,7 @@ def test_broken_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load_drafter(directory, target())
     (directory / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is no JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is no valid JSON"):
         load_drafter(directory, target())
     (directory / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list, must be a JSON object"):

@@ -11,6 +11,7 @@ import transformers
 from tiny_tokenizers import CHATML, CORPUS, adds_bos, byte_level, sentence_piece_json, write_directory
 from tokenizers import decoders, models
 
+from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.checkpoints.token_bytes import byte_alphabet
 from dflash_jax.checkpoints.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from dflash_jax.config import ConfigError
@@ -240,7 +241,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"eos_token is '<nowhere>'"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{broken")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no valid JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no valid JSON"):
         load_tokenizer(tmp_path)
 
 
