@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from dflash_jax.checkpoints.tokenizer import StreamDecoder, Tokenizer
 from dflash_jax.decoding.engine import Engine, Event, capacity_bucket, check_max_length, power_of_two_at_least
 from dflash_jax.decoding.request import Request, check_request, is_whole
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE, check_seed
@@ -212,17 +214,24 @@ def stream(
 
     A character whose bytes lie in several tokens is given out when it is complete.
     """
-    from dflash_jax.checkpoints.tokenizer import StreamDecoder
-
     engine, requests = build(target, drafter, prompts, **options)
-    decoders = [None if target.tokenizer is None else StreamDecoder(target.tokenizer) for _ in requests]
+    return deltas(target.tokenizer, engine.run(requests))
 
-    def delta(event: Event) -> Delta:
-        decoder, text = decoders[event.index], ""
-        if decoder is not None:
-            text = decoder.push(event.token_ids)
-            if event.finish_reason is not None:
-                text += decoder.finish()
-        return Delta(event.index, event.token_ids, text, event.finish_reason)
 
-    return (delta(event) for event in engine.run(requests))
+def deltas(tokenizer: Tokenizer | None, events: Iterable[Event]) -> Iterator[Delta]:
+    """Events of an engine with their text; without a tokenizer the text is "".
+
+    Closing the iterator closes that of the events.
+    """
+    decoders: dict[int, StreamDecoder] = {}
+    with contextlib.closing(iter(events)) as running:
+        for event in running:
+            text = ""
+            if tokenizer is not None:
+                if event.index not in decoders:
+                    decoders[event.index] = StreamDecoder(tokenizer)
+                decoder = decoders[event.index]
+                text = decoder.push(event.token_ids)
+                if event.finish_reason is not None:
+                    text += decoder.finish()
+            yield Delta(event.index, event.token_ids, text, event.finish_reason)

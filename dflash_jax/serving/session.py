@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.checkpoints.tokenizer import StreamDecoder
 from dflash_jax.config import ConfigError
 from dflash_jax.data.conversations import encode_prompt
 from dflash_jax.decoding.engine import Engine, capacity_bucket
-from dflash_jax.decoding.generate import Delta
+from dflash_jax.decoding.generate import Delta, deltas
 from dflash_jax.decoding.request import Request
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE
 from dflash_jax.drafters.contract import Drafter
@@ -120,15 +119,11 @@ class Session:
     def stream(self, mode: str, request: Request) -> Iterator[Delta]:
         """The pieces of an answer as they come. An answer that is not read to its end costs its engine's cache."""
         engine = self.prepare(mode, request)
-        decoder = StreamDecoder(self.target.tokenizer)
         finished = False
         try:
-            for event in engine.run([request]):
-                text = decoder.push(event.token_ids)
-                finished = event.finish_reason is not None
-                if finished:
-                    text += decoder.finish()
-                yield Delta(event.index, event.token_ids, text, event.finish_reason)
+            for delta in deltas(self.target.tokenizer, engine.run([request])):
+                finished = delta.finish_reason is not None
+                yield delta
         finally:
             if not finished:
                 # Its row is still taken, and a step that was broken off has given its state away. The programs stay.
