@@ -8,11 +8,14 @@ them as a static, hashable argument.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"  # sees its own aligned chunk only
+LINEAR = "linear_attention"  # a recurrent state instead of keys and values
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu")
 
 T = TypeVar("T")
 
@@ -70,11 +73,137 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetConfig:
-    """A dense decoder-only target: Llama, Mistral, Qwen2/2.5 and Qwen3 differ only in these fields.
+class MoeConfig:
+    """Mixture of experts in place of the dense MLP of some decoder layers.
 
-    `layer_types` has one of `full_attention` and `sliding_attention` a layer; a sliding layer sees key
-    position k from query position q iff 0 <= q - k < sliding_window.
+    A token's expert scores are softmax or sigmoid of the router's logits in float32; the highest
+    `experts_per_token` are chosen and weighted by their scores.
+
+    Attributes:
+      intermediate_size: of one expert.
+      layers: decoder layers that have experts; the others are dense.
+      scoring: "softmax" or "sigmoid", over all experts.
+      normalise: the chosen weights are divided by their sum. (A softmax over the chosen logits alone is the
+        softmax over all of them, normalised.)
+      scale: factor on the weights, after normalising.
+      num_groups, groups_per_token: experts are chosen inside the best `groups_per_token` of `num_groups` equal
+        groups only; a group is as good as its best expert ("max") or its two best together ("top2"), by
+        `group_score`.
+      selection_bias: a learned bias a expert is added to its score where experts and groups are chosen, not in
+        the weights (DeepSeek-V3).
+      router_bias, expert_bias: the router's and the experts' products have biases (gpt-oss).
+      weigh_input: the weight multiplies the expert's input instead of its output (Llama 4).
+      shared_intermediate_size: of an expert that every token goes through; 0 for none.
+      shared_gate: the shared expert's output is scaled by a sigmoid gate of the token.
+      beside_dense: the layer keeps its dense MLP and adds the experts, each with norms of its own (Gemma 4).
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    scoring: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score: str = "max"
+    selection_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    weigh_input: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    beside_dense: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(f"experts_per_token is {self.experts_per_token}, must lie in [1, {self.num_experts}]")
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ConfigError(f"expert scoring is {self.scoring!r}, must be 'softmax' or 'sigmoid'")
+        if self.group_score not in ("max", "top2"):
+            raise ConfigError(f"group_score is {self.group_score!r}, must be 'max' or 'top2'")
+        if self.num_experts % self.num_groups or not 1 <= self.groups_per_token <= self.num_groups:
+            raise ConfigError(
+                f"{self.num_experts} experts in {self.num_groups} groups, {self.groups_per_token} groups a token: "
+                "groups must be equal in size and the number chosen must lie in [1, groups]"
+            )
+        if self.experts_per_token > self.num_experts // self.num_groups * self.groups_per_token:
+            raise ConfigError(
+                f"experts_per_token is {self.experts_per_token}, but the {self.groups_per_token} chosen groups hold "
+                f"only {self.num_experts // self.num_groups * self.groups_per_token} experts"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2): keys and values are made of one cached latent a token.
+
+    A head's query and key have `nope_dim` channels made from the latent and `rope_dim` rotated ones, the key's
+    rotated part being common to all heads; its value has `value_dim`. `q_rank` is the rank of the query's
+    own latent, None where queries are projected directly.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Gated DeltaNet layers (Yang et al., 2024): a matrix state of key_dim x value_dim a value head.
+
+    Each key head serves num_value_heads / num_key_heads value heads. `conv_width` is the taps of the causal
+    depthwise convolution in front of q, k and v.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"{self.num_value_heads} linear value heads are no multiple of {self.num_key_heads} key heads"
+            )
+        if self.conv_width < 2:
+            raise ConfigError(f"the convolution of linear attention has width {self.conv_width}, must be at least 2")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A decoder-only target. Families differ in these fields only.
+
+    Attributes:
+      layer_types: one of FULL, SLIDING, CHUNKED and LINEAR a layer. A sliding layer sees key position k from
+        query position q iff 0 <= q - k < sliding_window, a chunked one iff k <= q lies in the same aligned
+        chunk of attention_chunk positions.
+      full_num_kv_heads, full_head_dim: of full layers, where they differ from the others' (Gemma 4).
+      full_value_is_key: full layers have no value projection: the unrotated, unnormed key is the value.
+      rotary_dim: leading channels of a head that are rotated; None: all of them.
+      full_rotary_dim: the same of full layers, where it differs; the frequencies are those of the whole head
+        (the angles beyond it are zero), as Gemma 4's proportional kind has it.
+      rope: of full layers, and of all where `rope_sliding` is None.
+      nope_layers: layers without rotary embedding.
+      attention_scale: factor on the scores; None: head_dim ** -0.5.
+      attention_softcap: cap * tanh(score / cap) before the softmax.
+      attention_sinks: a learned logit a head joins every softmax and carries no value (gpt-oss).
+      attention_gate: the attention's output is multiplied by sigmoid(gate), a channel each (Qwen3-Next).
+      attention_temperature: (floor, scale): queries of layers in nope_layers are multiplied by
+        1 + scale * log(1 + floor((position + 1) / floor)) (Llama 4).
+      qk_norm: RMSNorm with a learned scale on each head's q and k, before rotation.
+      qk_unit_norm: the same without a scale, after rotation, in rotated layers only (Llama 4).
+      v_norm: RMSNorm without a scale on each head's v.
+      norm_offset: added to the scale of every RMSNorm; 1 where checkpoints store scales around zero.
+      post_norms: each block's output is normed again before it is added (sandwich).
+      layer_scale: each layer's output is multiplied by a learned number.
+      activation: of the MLP and the experts.
+      activation_limit: clipped_swiglu only.
+      moe, latent, delta: see their classes; None where the target has none.
     """
 
     family: str
@@ -90,16 +219,62 @@ class TargetConfig:
     max_positions: int
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+    full_num_kv_heads: int | None = None
+    full_head_dim: int | None = None
+    full_value_is_key: bool = False
+    rotary_dim: int | None = None
+    full_rotary_dim: int | None = None
+    rope_sliding: RopeConfig | None = None
+    nope_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    attention_gate: bool = False
+    attention_temperature: tuple[float, float] | None = None
     qk_norm: bool = False
+    qk_unit_norm: bool = False
+    v_norm: bool = False
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    layer_scale: bool = False
+    activation: str = "silu"
+    activation_limit: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
     final_logit_softcap: float | None = None
+    moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
 
     def __post_init__(self) -> None:
-        check_attention(self)
+        check_attention(self, (FULL, SLIDING, CHUNKED, LINEAR))
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation is {self.activation!r}, must be one of {', '.join(ACTIVATIONS)}")
+        if CHUNKED in self.layer_types and not self.attention_chunk:
+            raise ConfigError(f"layer_types has {CHUNKED} but attention_chunk is {self.attention_chunk}")
+        if (LINEAR in self.layer_types) != (self.delta is not None):
+            raise ConfigError(f"layer_types {self.layer_types} and delta {self.delta} contradict each other")
+        if self.moe is not None and not all(0 <= i < self.num_layers for i in self.moe.layers):
+            raise ConfigError(f"moe.layers {self.moe.layers} must lie in [0, {self.num_layers})")
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """(KV heads, head dim) of a layer with grouped-query attention."""
+        if self.layer_types[layer] != FULL:
+            return self.num_kv_heads, self.head_dim
+        return self.full_num_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """The rotary embedding of a layer."""
+        return self.rope if self.rope_sliding is None or self.layer_types[layer] == FULL else self.rope_sliding
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers carry a state that can not be cut back to a shorter length."""
+        return LINEAR in self.layer_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +338,7 @@ class DrafterConfig:
         return self.layer_types[layer] == SLIDING if self.causal is None else self.causal
 
 
-def check_attention(config: TargetConfig | DrafterConfig) -> None:
+def check_attention(config: TargetConfig | DrafterConfig, kinds: Sequence[str] = (FULL, SLIDING)) -> None:
     """Checks the fields that target and drafter share.
 
     Raises:
@@ -177,8 +352,8 @@ def check_attention(config: TargetConfig | DrafterConfig) -> None:
     if len(config.layer_types) != config.num_layers:
         raise ConfigError(f"{name}: layer_types has {len(config.layer_types)} entries for {config.num_layers} layers")
     for kind in config.layer_types:
-        if kind not in (FULL, SLIDING):
-            raise ConfigError(f"{name}: layer type {kind!r} is not supported; supported are {FULL}, {SLIDING}")
+        if kind not in kinds:
+            raise ConfigError(f"{name}: layer type {kind!r} is not supported; supported are {', '.join(kinds)}")
     if SLIDING in config.layer_types and not config.sliding_window:
         raise ConfigError(f"{name}: layer_types has {SLIDING} but sliding_window is {config.sliding_window}")
 
