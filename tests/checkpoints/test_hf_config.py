@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import transformers
 
-from dflash_jax.checkpoints.hf_config import DEFAULTS, target_config_from_hf, target_config_to_hf
+from dflash_jax.checkpoints.families.dense import DEFAULTS
+from dflash_jax.checkpoints.hf_config import target_config_from_hf, target_config_to_hf
 from dflash_jax.config import FULL, SLIDING, ConfigError, RopeConfig, TargetConfig
 from dflash_jax.models.layers import rope_frequencies
 
