@@ -18,6 +18,7 @@ from flax import nnx
 
 from dflash_jax import sharding
 from dflash_jax.decoding.cache import PageAllocator, make_cache
+from dflash_jax.decoding.logits_rules import LOGITS_AXES, make_logits_rules
 from dflash_jax.decoding.request import MAX_STOP_IDS, Request, check_request, is_whole
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE, Sampling, make_sampling, row_keys
 from dflash_jax.decoding.step import (
@@ -106,6 +107,11 @@ class Engine:
       block_size: tokens verified in a round, root included; at most the drafter's trained size.
       greedy: compile programs without sampling; every request must then have temperature 0.
       proposal: "argmax" or "drawn": how draft tokens are chosen in sampled decoding. Both are exact.
+      logits_rules: take requests with a bias or penalties, at any time, beside others without. All rounds then count
+        tokens and pass over the logits once more, needed or not; without, such requests are refused and nothing is
+        paid. It is a choice for the engine's life, as `greedy` is: a server that changed programs when the first
+        penalty came would compile amid traffic, and its other rows would go on in a program that may round
+        differently. Rows without rules get the tokens that they get alone.
       page_size: None for the contiguous cache, else slots a page.
       num_pages: of the pool (paged only), rounded up to a multiple of the mesh's data axis; None: enough for
         every row at max_length. With fewer, prompts wait until there are pages for them and their answers.
@@ -128,6 +134,7 @@ class Engine:
         block_size: int | None = None,
         greedy: bool = True,
         proposal: str = "argmax",
+        logits_rules: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
         prefill_chunk_size: int = 64,
@@ -174,6 +181,7 @@ class Engine:
             block_size=self.block_size,
             greedy=greedy,
             drawn_proposal=proposal == "drawn",
+            logits_rules=logits_rules,
             mesh=target.mesh,
         )
         specs = layer_specs(target.config)
@@ -187,7 +195,9 @@ class Engine:
         self.pages = None if page_size is None else PageAllocator(cache.k[0].shape[0], self._shards)
         self.page_size = page_size
         root_B, remaining_B = (self._put(np.zeros(self.batch, np.int32)) for _ in range(2))
-        self.state = DecodeState(cache, root_B, self._keys([0] * self.batch), remaining_B)
+        vocab = target.config.vocab_size
+        count_BxV = self._put(np.zeros((self.batch, vocab), np.int32), LOGITS_AXES) if logits_rules else None
+        self.state = DecodeState(cache, root_B, self._keys([0] * self.batch), remaining_B, count_BxV)
         self.rules = self._rules([None] * self.batch)
         self._rows: list[_Row | None] = [None] * self.batch
         self._dropped: set[int] = set()  # rows that the host has given up and the device has not
@@ -199,15 +209,16 @@ class Engine:
     def _whole_shards(self, count: int) -> int:
         return -(-count // self._shards) * self._shards
 
-    def _put(self, x: np.ndarray) -> jax.Array:
-        """A host array on the device(s), its first axis over the mesh's data axis. Always a copy."""
-        return self._place(np.array(x))  # the runtime may alias a numpy buffer on CPU; never hand out one in use
+    def _put(self, x: np.ndarray, axes: tuple[str | None, ...] = ("batch",)) -> jax.Array:
+        """A host array on the device(s), laid out by its logical axes. Always a copy."""
+        return self._place(np.array(x), axes)  # the runtime may alias a numpy buffer on CPU; never hand out one in use
 
-    def _place(self, x: np.ndarray | jax.Array) -> jax.Array:
+    def _place(self, x: np.ndarray | jax.Array, axes: tuple[str | None, ...] = ("batch",)) -> jax.Array:
         mesh = self.target.mesh
         if mesh is None:
             return jnp.asarray(x)
-        return jax.device_put(x, sharding.named_sharding(mesh, ("batch",) + (None,) * (x.ndim - 1), x.shape))
+        axes = (axes + (None,) * x.ndim)[: x.ndim]
+        return jax.device_put(x, sharding.named_sharding(mesh, axes, x.shape))
 
     def _keys(self, seeds: Sequence[int]) -> jax.Array:
         keys = row_keys(seeds)
@@ -223,7 +234,12 @@ class Engine:
         sampling: Sampling = make_sampling(
             len(requests), pick("temperature", 0.0), pick("top_k", 0), pick("top_p", 1.0), pick("min_p", 0.0)
         )
-        return Rules(jax.tree.map(lambda x: self._put(np.asarray(x)), sampling), self._put(stops))
+        logits = make_logits_rules(requests, self.target.config.vocab_size) if self.config.logits_rules else None
+        return Rules(
+            jax.tree.map(lambda x: self._put(np.asarray(x)), sampling),
+            self._put(stops),
+            jax.tree.map(lambda x: self._put(x, LOGITS_AXES), logits),
+        )
 
     # Rows ----------------------------------------------------------------------------------------------
 
@@ -263,6 +279,12 @@ class Engine:
         check_request(request, index, self.max_length, self.target.config.vocab_size)
         if self.config.greedy and request.temperature >= MIN_TEMPERATURE:
             raise ValueError(f"temperature of prompt {index} is {request.temperature} in a greedy engine")
+        if not self.config.logits_rules and (asked := request.logits_rules()):
+            name, value = next(iter(asked.items()))
+            raise ValueError(
+                f"{name} of prompt {index} is {value!r} in an engine without rules for logits; make it with "
+                "logits_rules=True"
+            )
         if any(row is not None and row.index == index for row in self._rows):
             raise ValueError(f"prompt {index} is being decoded already")
 

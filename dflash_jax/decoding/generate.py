@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +114,10 @@ def build(
     top_p: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     min_p: float | Sequence[float] = 0.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
@@ -131,6 +135,8 @@ def build(
     stops = _stop_ids(target, stop_token_ids, ignore_eos)
     fields = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty, "logit_bias": logit_bias,
     }  # fmt: skip
     columns = {name: _per_prompt(name, value, n) for name, value in fields.items()}
     seeds = _seeds(seed, n)
@@ -152,6 +158,7 @@ def build(
         block_size=block_size,
         greedy=all(r.temperature < MIN_TEMPERATURE for r in requests),
         proposal=proposal,
+        logits_rules=any(r.logits_rules() for r in requests),
         page_size=page_size,
         rounds_per_call=rounds_per_call,
     )
@@ -164,7 +171,8 @@ def generate(
     """Answers prompts; with a drafter several times faster, with the same law.
 
     Greedy answers (temperature 0) in float32 equal plain decoding token for token; sampled answers follow
-    the target's law exactly, warped by temperature, top-k, top-p and min-p in this order.
+    the target's law exactly, warped by temperature, top-k, top-p and min-p in this order. Bias and penalties come
+    before all of them and count within a block as they do token by token.
 
     Args:
       target: from `load_target`.
@@ -172,6 +180,11 @@ def generate(
       prompts: texts or lists of token ids. A text is encoded as it is, without a chat template.
       max_tokens: the most tokens to emit, an int or one a prompt; cut by the target's context.
       temperature, top_p, top_k, min_p: sampling, scalars or one a prompt; 0, 1, 0, 0 mean off.
+      presence_penalty, frequency_penalty: in [-2, 2], scalars or one a prompt; taken off the logits of tokens that
+        the answer holds, once or as often as it does. 0 is off.
+      repetition_penalty: scalar or one a prompt; divides positive, multiplies negative logits of tokens that prompt
+        or answer hold. 1 is off.
+      logit_bias: {token id: number}, for all prompts or one a prompt; added to logits, -inf forbids. None is off.
       seed: of the random streams; prompt i uses seed + i, or seed[i].
       stop_token_ids: ids that end an answer, besides the target's end-of-text ids.
       ignore_eos: do not stop at the target's end-of-text ids.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dflash_jax.decoding.sampling import check_sampling_value, check_seed
 
 MAX_STOP_IDS = 8
+# Far more than any logit, little enough that a float32 sum with one is still a logit.
+MAX_LOGIT_BIAS = 1000.0
+PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}  # and what switches each off
 
 
 @dataclasses.dataclass
@@ -21,6 +26,11 @@ class Request:
       temperature, top_k, top_p, min_p: sampling; temperature 0 is greedy.
       seed: of the row's own random stream; all 64 bits count.
       stop_token_ids: ids that end the answer (they are part of it).
+      presence_penalty, frequency_penalty: taken off the logits of tokens that the answer holds, once or as often as
+        it does; 0 is off. The prompt does not count.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that prompt or answer hold; 1 is
+        off.
+      logit_bias: added to the logits of these token ids; -inf forbids one. `logits_rules` has the formulas.
     """
 
     prompt_ids: Sequence[int]
@@ -31,6 +41,15 @@ class Request:
     min_p: float = 0.0
     seed: int = 0
     stop_token_ids: Sequence[int] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+
+    def logits_rules(self) -> dict[str, Any]:
+        """The fields that bend logits and are on, with their values."""
+        on = {name: getattr(self, name) for name, off in PENALTIES.items() if getattr(self, name) != off}
+        return on | ({"logit_bias": self.logit_bias} if self.logit_bias else {})
 
 
 def is_whole(value: object) -> bool:
@@ -55,8 +74,9 @@ def check_request(request: Request, index: int, max_length: int, vocab_size: int
             f"{where} has {len(request.prompt_ids)} tokens, the context holds {max_length}: nothing is left to "
             "answer with; shorten the prompt or raise max_length"
         )
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    for name in ("temperature", "top_k", "top_p", "min_p", *PENALTIES):
         check_sampling_value(name, getattr(request, name), where)
+    check_logit_bias(request.logit_bias, f"logit_bias of {where}", vocab_size)
     check_seed(request.seed, where)
     if len(request.stop_token_ids) > MAX_STOP_IDS:
         raise ValueError(
@@ -66,7 +86,30 @@ def check_request(request: Request, index: int, max_length: int, vocab_size: int
     _check_ids(request.stop_token_ids, f"stop_token_ids of {where} hold", vocab_size)
 
 
-def _check_ids(ids: Sequence[int], what: str, vocab_size: int) -> None:
+def check_logit_bias(logit_bias: Any, what: str, vocab_size: int) -> None:
+    """Checks the bias of one request; `what` says in the message what it is.
+
+    Raises:
+      ValueError: it is no mapping, an id is none of the vocabulary's, a value is out of range or no number, or no
+        token is allowed.
+    """
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, Mapping):
+        raise ValueError(f"{what} is {logit_bias!r}, must be a dict {{token id: number}}, or None")
+    _check_ids(logit_bias, f"{what} holds token id", vocab_size)
+    for token, bias in logit_bias.items():
+        number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        if not number or not (abs(bias) <= MAX_LOGIT_BIAS or bias == -math.inf):
+            raise ValueError(
+                f"{what} is {bias!r} for token {token}, must be a number in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]; "
+                "-inf forbids the token"
+            )
+    if sum(bias == -math.inf for bias in logit_bias.values()) == vocab_size:
+        raise ValueError(f"{what} forbids all {vocab_size} tokens; leave one to answer with")
+
+
+def _check_ids(ids: Iterable[int], what: str, vocab_size: int) -> None:
     for token in ids:
         if not is_whole(token) or not 0 <= token < vocab_size:
             raise ValueError(f"{what} {token!r}, ids must be whole numbers in [0, {vocab_size})")

@@ -1,8 +1,8 @@
 """The law a row samples from: temperature, then top-k, then top-p, then min-p.
 
 One law serves plain decoding and verification, slot by slot: everything here maps logits [B, M, V] to a law per
-slot, so what changes logits per slot (a bias, a penalty that counts the drafted prefix, a grammar) is applied to
-logits_BxMxV before it reaches this file and is then respected by both alike.
+slot, so what changes logits per slot (bias and penalties: `logits_rules`; a grammar) is applied to logits_BxMxV
+before it reaches this file and is then respected by both alike.
 
 The filters rank tokens by (logit descending, id ascending). Ranking by the raw logits keeps the order strict even
 where dividing by the temperature or taking exp rounds two logits to one number, so that top-k 1 is greedy decoding.
@@ -69,12 +69,16 @@ class Support:
     total_BxM: jax.Array
 
 
-# What a field may hold, and how to say so.
-_FIELDS = {
+# What a field of a request may hold, and how to say so.
+FIELDS = {
     "temperature": (lambda t: t >= 0, "a finite number >= 0; 0 decodes greedily"),
     "top_k": (lambda k: k == int(k), "a whole number; 0 or -1 switches top-k off"),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1]; 1 switches top-p off, top_k=1 decodes greedily"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]; 0 switches min-p off"),
+    "presence_penalty": (lambda p: -2 <= p <= 2, "in [-2, 2]; 0 switches it off"),
+    "frequency_penalty": (lambda p: -2 <= p <= 2, "in [-2, 2]; 0 switches it off"),
+    # Far wider than what makes sense, narrow enough that no logit overflows.
+    "repetition_penalty": (lambda p: 0.01 <= p <= 100, "in [0.01, 100]; 1 switches it off, above 1 repeats less"),
 }
 
 
@@ -84,7 +88,7 @@ def check_sampling_value(name: str, value: float, where: str) -> None:
     Raises:
       ValueError: the value is out of range or no number.
     """
-    ok, must = _FIELDS[name]
+    ok, must = FIELDS[name]
     number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     if not number or not abs(value) <= FLOAT32_MAX or not ok(value):
         raise ValueError(f"{name} of {where} is {value!r}, must be {must}")

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from dflash_jax import sharding
 from dflash_jax.decoding.cache import POOL_AXES
+from dflash_jax.decoding.logits_rules import LOGITS_AXES, LogitsRules, bend, count_emitted
 from dflash_jax.decoding.sampling import Sampling, round_keys
-from dflash_jax.decoding.verify import verify
+from dflash_jax.decoding.verify import Verdict, verify
 from dflash_jax.drafters.contract import Draft, SharedWeights, Verified
 from dflash_jax.kernels.kv_cache import KVCache, advance, write
 from dflash_jax.models.attention import causal
@@ -60,6 +61,8 @@ class StepConfig:
       block_size: tokens of one target call in a round, root included; 1 without a drafter.
       greedy: every row is greedy: argmax programs without keys.
       drawn_proposal: draft tokens are drawn from the drafter's law (p/q verification) instead of its argmax.
+      logits_rules: rows may have a bias and penalties, and tokens are counted for them. Without, programs neither
+        count nor bend, and `Rules.logits` and `DecodeState.count_BxV` are None.
       mesh: None for one device.
     """
 
@@ -69,12 +72,14 @@ class StepConfig:
     block_size: int
     greedy: bool
     drawn_proposal: bool
+    logits_rules: bool
     mesh: Mesh | None
 
     # Hashing a graphdef walks the whole module; a config is hashed once a call, so remember it.
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.target, self.drafter, self.tap_ids, self.block_size, self.greedy, self.drawn_proposal))
+        flags = (self.greedy, self.drawn_proposal, self.logits_rules)
+        return hash((self.target, self.drafter, self.tap_ids, self.block_size, flags))
 
     def __hash__(self) -> int:
         return self._hash
@@ -102,10 +107,12 @@ class Rules:
     Attributes:
       sampling: per-row temperature, top-k, top-p, min-p (not read by greedy programs).
       stop_id_BxI: ids that end a row; -1 where there are fewer than I.
+      logits: per-row bias and penalties.
     """
 
     sampling: Sampling
     stop_id_BxI: jax.Array
+    logits: LogitsRules | None = None
 
 
 @struct.dataclass
@@ -117,12 +124,14 @@ class DecodeState:
       root_B: the last emitted token, in no cache yet.
       key_B: one PRNG key a row.
       remaining_B: tokens that the row may still emit; 0 is a finished (or empty) row.
+      count_BxV: int32, how often each row has emitted each token.
     """
 
     cache: KVCache
     root_B: jax.Array
     key_B: jax.Array
     remaining_B: jax.Array
+    count_BxV: jax.Array | None = None
 
 
 @struct.dataclass
@@ -148,11 +157,36 @@ def _pin_rows(config: StepConfig, tree: T) -> T:
     return jax.tree.map(lambda x: _pin(config, x, ("batch",) + (None,) * (x.ndim - 1)), tree)
 
 
+def _pin_logits(config: StepConfig, tree: T) -> T:
+    """`_pin` of arrays [B] and [B, V]; None stays None."""
+    return jax.tree.map(lambda x: _pin(config, x, LOGITS_AXES[: x.ndim]), tree)
+
+
 def _pin_state(config: StepConfig, state: DecodeState) -> DecodeState:
     cache = state.cache
-    rows = _pin_rows(config, state.replace(cache=cache.replace(k=(), v=())))
+    rows = _pin_rows(config, state.replace(cache=cache.replace(k=(), v=()), count_BxV=None))
     pools = {side: tuple(_pin(config, x, POOL_AXES) for x in getattr(cache, side)) for side in ("k", "v")}
-    return rows.replace(cache=rows.cache.replace(**pools))
+    return rows.replace(cache=rows.cache.replace(**pools), count_BxV=_pin_logits(config, state.count_BxV))
+
+
+def _pin_rules(config: StepConfig, rules: Rules) -> Rules:
+    return _pin_rows(config, rules.replace(logits=None)).replace(logits=_pin_logits(config, rules.logits))
+
+
+def _verdict(
+    config: StepConfig,
+    draft: Draft,
+    logits_BxMxV: jax.Array,
+    visible_MxM: jax.Array,
+    rules: Rules,
+    count_BxV: jax.Array | None,
+    key_B: jax.Array | None,
+    limit_B: jax.Array,
+) -> Verdict:
+    """The one way from the target's logits to tokens: bent by the row's rules, slot by slot, then verified."""
+    if config.logits_rules:
+        logits_BxMxV = bend(logits_BxMxV, rules.logits, count_BxV, draft.token_BxM, visible_MxM)
+    return verify(draft, logits_BxMxV, None if config.greedy else rules.sampling, key_B, limit_B)
 
 
 def _cut_at_stop(token_BxM: jax.Array, count_B: jax.Array, stop_id_BxI: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -167,9 +201,11 @@ def _cut_at_stop(token_BxM: jax.Array, count_B: jax.Array, stop_id_BxI: jax.Arra
 def _emit(
     state: DecodeState, token_BxM: jax.Array, count_B: jax.Array, rules: Rules
 ) -> tuple[DecodeState, Emission, jax.Array]:
-    """Cuts the tokens at a stop, books them against the budget. Returns also the count that is left."""
+    """Cuts the tokens at a stop, counts them, books them against the budget. Returns also how many are left."""
     count_B, stopped_B = _cut_at_stop(token_BxM, count_B, rules.stop_id_BxI)
     last_B = jnp.take_along_axis(token_BxM, jnp.maximum(count_B - 1, 0)[:, None], axis=1)[:, 0]
+    if state.count_BxV is not None:
+        state = state.replace(count_BxV=count_emitted(state.count_BxV, token_BxM, count_B))
     state = state.replace(
         root_B=jnp.where(count_B > 0, last_B, state.root_B),
         remaining_B=jnp.where(stopped_B, 0, state.remaining_B - count_B),
@@ -222,9 +258,8 @@ def _round(config: StepConfig, weights: Weights, state: DecodeState, rules: Rule
     target = config.target.build(weights.target)
     cache, root_B = state.cache, state.root_B
     active_B = state.remaining_B > 0
-    sampling = None if config.greedy else rules.sampling
     draft_key_B = verify_key_B = None
-    if sampling is not None:
+    if not config.greedy:
         round_key_B = round_keys(state.key_B, cache.length_B)
         draft_key_B, verify_key_B = (
             jax.vmap(jax.random.fold_in)(round_key_B, jnp.full_like(root_B, i)) for i in (0, 1)
@@ -234,17 +269,19 @@ def _round(config: StepConfig, weights: Weights, state: DecodeState, rules: Rule
         draft = Draft(root_B[:, None])
     else:
         drafter = config.drafter.build(weights.drafter)
-        temperature_B = sampling.temperature_B if sampling is not None and config.drawn_proposal else None
+        temperature_B = rules.sampling.temperature_B if config.drawn_proposal and not config.greedy else None
         with jax.named_scope("propose"):
             draft = drafter.propose(weights.shared, cache, root_B, temperature_B, draft_key_B, config.block_size)
 
     num_tokens = draft.token_BxM.shape[1]
     position_BxM = cache.length_B[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     with jax.named_scope("target"):
-        forward = target(draft.token_BxM, position_BxM, cache, causal(num_tokens), config.tap_ids)
+        visible_MxM = causal(num_tokens)
+        forward = target(draft.token_BxM, position_BxM, cache, visible_MxM, config.tap_ids)
         logits_BxMxV = target.logits(forward.hidden_BxMxD)
     with jax.named_scope("verify"):
-        verdict = verify(draft, logits_BxMxV, sampling, verify_key_B, jnp.maximum(state.remaining_B - 1, 0))
+        limit_B = jnp.maximum(state.remaining_B - 1, 0)
+        verdict = _verdict(config, draft, logits_BxMxV, visible_MxM, rules, state.count_BxV, verify_key_B, limit_B)
 
     # Emitted: the accepted drafts (slots 1..n), then the correction or bonus.
     slot_M = jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -343,12 +380,12 @@ def admit(
     """
     target = config.target.build(weights.target)
     logits_Ax1xV = target.logits(last_hidden_AxD[:, None])
-    sampling = None if config.greedy else admission.rules.sampling
     key_A = None if config.greedy else round_keys(admission.seed_key_A, admission.length_A - 1)
-    nothing = Draft(jnp.zeros((logits_Ax1xV.shape[0], 1), jnp.int32))
-    verdict = verify(nothing, logits_Ax1xV, sampling, key_A, jnp.zeros_like(admission.slot_A))
+    nothing, zero_A = Draft(jnp.zeros((logits_Ax1xV.shape[0], 1), jnp.int32)), jnp.zeros_like(admission.slot_A)
+    zero_AxV = jnp.zeros(logits_Ax1xV[:, 0].shape, jnp.int32) if config.logits_rules else None
+    verdict = _verdict(config, nothing, logits_Ax1xV, causal(1), admission.rules, zero_AxV, key_A, zero_A)
     cache, table = state.cache, state.cache.page_table_BxT
-    fresh = DecodeState(cache, verdict.next_root_B, admission.seed_key_A, admission.budget_A)
+    fresh = DecodeState(cache, verdict.next_root_B, admission.seed_key_A, admission.budget_A, zero_AxV)
     count_A = (admission.budget_A > 0).astype(jnp.int32)
     fresh, emission, _ = _emit(fresh, verdict.next_root_B[:, None], count_A, admission.rules)
 
@@ -364,8 +401,9 @@ def admit(
         root_B=put(state.root_B, fresh.root_B),
         key_B=put(state.key_B, admission.seed_key_A),
         remaining_B=put(state.remaining_B, fresh.remaining_B),
+        count_BxV=jax.tree.map(put, state.count_BxV, fresh.count_BxV),
     )
-    return _pin_state(config, state), _pin_rows(config, jax.tree.map(put, rules, admission.rules)), emission
+    return _pin_state(config, state), _pin_rules(config, jax.tree.map(put, rules, admission.rules)), emission
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

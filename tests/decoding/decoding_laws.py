@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 from scipy import stats
 
@@ -25,6 +28,45 @@ def warp_reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
     final = [i for i in nucleus if weight_V[i] >= min_p * weight_V.max()]
     probs_V[final] = weight_V[final]
     return probs_V / probs_V.sum()
+
+
+def bend_reference(
+    logits_V, prompt: Sequence[int], answer: Sequence[int], presence_penalty=0.0, frequency_penalty=0.0,
+    repetition_penalty=1.0, logit_bias=None,
+) -> np.ndarray:  # fmt: skip
+    """The logits of the token behind `prompt` and `answer`, bent as the request asks, one token at a time."""
+    bent = []
+    for token, logit in enumerate(np.asarray(logits_V, np.float64).tolist()):
+        said = list(answer).count(token)
+        logit += (logit_bias or {}).get(token, 0.0)
+        if said or token in prompt:
+            logit = logit / repetition_penalty if logit > 0 else logit * repetition_penalty
+        if said:
+            logit -= presence_penalty + frequency_penalty * said
+        bent.append(logit)
+    return np.array(bent)
+
+
+def greedy_reference(table_VxV, prompt: Sequence[int], count: int, **rules) -> list[int]:
+    """The greedy answer of a target whose logits depend on the last token only."""
+    answer: list[int] = []
+    while len(answer) < count:
+        bent_V = bend_reference(table_VxV[[*prompt, *answer][-1]], prompt, answer, **rules)
+        answer.append(int(bent_V.argmax()))
+    return answer
+
+
+def joint_law_reference(table_VxV, prompt: Sequence[int], count: int, rules: dict, warps: dict) -> np.ndarray:
+    """The law of the first `count` tokens of such a target, [V] * count, by enumeration."""
+    vocab = len(table_VxV)
+    law = np.zeros((vocab,) * count)
+    for answer in itertools.product(range(vocab), repeat=count):
+        probability = 1.0
+        for i, token in enumerate(answer):
+            bent_V = bend_reference(table_VxV[[*prompt, *answer[:i]][-1]], prompt, answer[:i], **rules)
+            probability *= warp_reference(bent_V, **warps)[token]
+        law[answer] = probability
+    return law
 
 
 def chi_square(observed: np.ndarray, expected_probs: np.ndarray) -> float:

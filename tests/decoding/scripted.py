@@ -1,7 +1,7 @@
 """Targets and drafters that say what a table says, so that every acceptance list is known beforehand.
 
-Each row's script is chosen by its prompt's first token, which both read back from the cache: a row that reads
-another row's pages, a stale page or an uncommitted row says something else at once.
+The scripted ones choose a row's script by its prompt's first token, which both read back from the cache: a row that
+reads another row's pages, a stale page or an uncommitted row says something else at once.
 """
 
 from __future__ import annotations
@@ -56,6 +56,20 @@ class ScriptedModel(nnx.Module):
         return 40.0 * jax.nn.one_hot(hidden_BxMxD[..., 0].astype(jnp.int32), VOCAB)
 
 
+class MarkovModel(nnx.Module):
+    """A target of one layer whose logits depend on the last token only: row `token` of a table."""
+
+    def __init__(self, table_VxV: np.ndarray):
+        self.table_VxV = nnx.Param(jnp.asarray(table_VxV, jnp.float32), axes=(None, "vocab"))
+
+    def __call__(self, token_BxM, position_BxM, cache, visibility, tap_ids=()) -> Forward:
+        hidden_BxMxD = jnp.zeros((*token_BxM.shape, HIDDEN), jnp.float32).at[..., 0].set(token_BxM.astype(jnp.float32))
+        return Forward(hidden_BxMxD, None, _kv(token_BxM, position_BxM))
+
+    def logits(self, hidden_BxMxD: jax.Array) -> jax.Array:
+        return self.table_VxV[...][hidden_BxMxD[..., 0].astype(jnp.int32)]
+
+
 class ScriptedDrafter(nnx.Module):
     """Proposes table[s, p] for position p of a row whose prompt begins with s. Keeps what it absorbed in a layer."""
 
@@ -78,6 +92,26 @@ class ScriptedDrafter(nnx.Module):
         table_VxP = self.table_VxP[...]
         token_BxK = table_VxP[first_B[:, None], jnp.minimum(position_BxK, table_VxP.shape[1] - 1)]
         return Draft(jnp.concatenate([root_B[:, None], token_BxK.astype(root_B.dtype)], axis=1))
+
+
+class DrawingDrafter(ScriptedDrafter):
+    """Draws every token from one law, whatever was said; its best token where it is not asked to draw."""
+
+    def __init__(self, law_V: np.ndarray, first_layer: int):
+        super().__init__(np.zeros((1, 1)), first_layer)
+        self.logits_V = nnx.Param(jnp.log(jnp.asarray(law_V, jnp.float32)), axes=(None,))
+
+    def propose(self, shared, cache, root_B, temperature_B, key_B, block_size) -> Draft:
+        logits_V, batch = self.logits_V[...], root_B.shape[0]
+        if temperature_B is None:
+            drawn_BxK = jnp.broadcast_to(jnp.argmax(logits_V), (batch, block_size - 1))
+        else:
+            draw = lambda key: jax.random.categorical(key, logits_V, shape=(block_size - 1,))  # noqa: E731
+            drawn_BxK = jax.vmap(draw)(key_B)
+        token_BxM = jnp.concatenate([root_B[:, None], drawn_BxK.astype(root_B.dtype)], axis=1)
+        if temperature_B is None:
+            return Draft(token_BxM)
+        return Draft(token_BxM, jnp.broadcast_to(jax.nn.softmax(logits_V), (*token_BxM.shape, logits_V.shape[0])))
 
 
 def script_table(prompts: Sequence[Sequence[int]], scripts: Sequence[Sequence[int]], vocab: int = VOCAB) -> np.ndarray:
@@ -112,6 +146,18 @@ def scripted_target(table_VxP: np.ndarray, eos_token_ids: Sequence[int] = (), ma
     graphdef, params = nnx.split(ScriptedModel(table_VxP))
     config = dataclasses.replace(_CONFIG, max_positions=max_positions)
     return Target(config, graphdef, params, eos_token_ids=tuple(eos_token_ids), source="scripted")
+
+
+def markov_target(table_VxV: np.ndarray) -> Target:
+    graphdef, params = nnx.split(MarkovModel(table_VxV))
+    return Target(dataclasses.replace(_CONFIG, vocab_size=len(table_VxV)), graphdef, params, source="markov")
+
+
+def drawing_drafter(law_V: np.ndarray, block_size: int) -> Drafter:
+    """For a target of one layer; every probability must be positive."""
+    graphdef, params = nnx.split(DrawingDrafter(law_V, 1))
+    unused = jnp.zeros((1, 1))
+    return Drafter(graphdef, params, SharedWeights(unused, unused), None, block_size, (), "drawing")
 
 
 def scripted_drafter(table_VxP: np.ndarray, block_size: int, num_target_layers: int = 1) -> Drafter:

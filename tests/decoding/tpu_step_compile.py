@@ -90,7 +90,7 @@ def programs(mesh: Mesh, page_size: int | None):
         array((VOCAB, HIDDEN), jnp.bfloat16, "vocab", "embed"), array((HIDDEN, VOCAB), jnp.bfloat16, "embed", "vocab")
     )
     weights = Weights(target_leaves, drafter_leaves, shared)
-    config = StepConfig(target, drafter, (0, 1), 8, greedy=False, drawn_proposal=True, mesh=mesh)
+    config = StepConfig(target, drafter, (0, 1), 8, greedy=False, drawn_proposal=True, logits_rules=False, mesh=mesh)
     pages = 1 if page_size is None else CAPACITY // page_size
     pool = (array((BATCH * pages, 2, page_size or CAPACITY, 64), jnp.bfloat16, *POOL_AXES),) * 3
     table = None if page_size is None else array((BATCH, pages), jnp.int32, "batch")
