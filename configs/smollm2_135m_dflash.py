@@ -68,6 +68,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.final_fraction = 0.02
     config.optimizer.weight_decay = 0.0
     config.optimizer.clip_norm = 1.0
+    config.optimizer.ema_decay = 0.0  # e.g. 0.999; run.export_weights says whether the average is what is exported
 
     config.run = ConfigDict()
     config.run.log_every = 50
@@ -76,6 +77,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.run.save_every_minutes = 10.0
     config.run.keep_checkpoints = 2
     config.run.stop_after = config_dict.placeholder(int)
+    config.run.export_weights = "raw"  # or "ema"
 
     config.evaluation = ConfigDict()
     config.evaluation.prompts = ConfigDict({"code": 12, "instruction": 4, "reasoning": 4, "json": 4})

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import tempfile
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ def export_drafter(
     dtype: Any = jnp.bfloat16,
     draft_to_target: np.ndarray | None = None,
     readme: str | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
     """Writes `config.json`, `model.safetensors`, and where given `draft_vocab.safetensors` and `README.md`.
 
@@ -47,6 +49,8 @@ def export_drafter(
       dtype: of the stored weights: bfloat16, float16 or float32.
       draft_to_target: target ids [U] of a pruned draft vocabulary.
       readme: text of the model card.
+      training: JSON-able, how the weights came about (such as step, or whether they are an average); it becomes
+        `dflash_jax.training` in config.json, where other engines look for nothing.
 
     Returns:
       The directory.
@@ -81,7 +85,10 @@ def export_drafter(
             write_draft_vocab(made, draft_to_target, config.vocab_size)
         if readme is not None:
             (made / _README).write_text(readme, encoding="utf-8")
-        text = json.dumps(drafter_config_to_hf(config, dtype.name), indent=2, allow_nan=False)
+        values = drafter_config_to_hf(config, dtype.name)
+        if training is not None:
+            values["dflash_jax"] = {"training": dict(training)}
+        text = json.dumps(values, indent=2, allow_nan=False)
         (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
         _swap(made, directory, pathlib.Path(scratch) / "old")
     return directory

@@ -59,6 +59,8 @@ class RunConfig:
       stop_after: stop there, with a checkpoint, though the schedule goes on; None runs to total_steps.
       save_every_minutes: besides save_every; one process only, since clocks differ.
       eval_every: 0 for only at the end.
+      export_weights: what is evaluated and exported, "raw" parameters or their moving average "ema", which needs
+        optimizer.ema_decay. An export's config.json says which it holds. Both are in every checkpoint.
     """
 
     log_every: int = 20
@@ -67,6 +69,7 @@ class RunConfig:
     save_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2
     stop_after: int | None = None
+    export_weights: str = "raw"
 
     def __post_init__(self) -> None:
         for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 1), ("keep_checkpoints", 1)):
@@ -74,6 +77,8 @@ class RunConfig:
                 raise ConfigError(f"run.{name} is {getattr(self, name)}, must be at least {least}")
         if self.save_every_minutes is not None and self.save_every_minutes <= 0:
             raise ConfigError(f"run.save_every_minutes is {self.save_every_minutes}, must be positive or None")
+        if self.export_weights not in ("raw", "ema"):
+            raise ConfigError(f"run.export_weights is {self.export_weights!r}, must be 'raw' or 'ema'")
 
 
 @dataclasses.dataclass
@@ -116,6 +121,11 @@ def train(
     workdir.mkdir(parents=True, exist_ok=True)
     run = from_config_dict(RunConfig, config.run)
     optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
+    if run.export_weights == "ema" and not optimizer_config.ema_decay:
+        raise ConfigError(
+            "run.export_weights is 'ema', but optimizer.ema_decay is 0: no average is kept; set it (such as 0.999), or "
+            "export 'raw' weights"
+        )
     if run.save_every_minutes is not None and jax.process_count() > 1:
         raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
 
@@ -167,7 +177,7 @@ def train(
     params = _initial_params(config, target, draft, statistics)
     unit = coordinate_units(params, draft, statistics)
     optimizer = make_optimizer(optimizer_config, unit)
-    state = init_state(params, optimizer, config.seed, mesh)
+    state = init_state(params, optimizer, config.seed, mesh, ema=optimizer_config.ema_decay > 0)
     if latest is not None:
         state, data_state = checkpoints.restore(latest, state)
         data.batches.set_state(data_state)
@@ -186,13 +196,21 @@ def train(
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
     train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh)
 
+    def chosen(state: TrainState) -> nnx.State:
+        return state.ema if run.export_weights == "ema" else state.params
+
     def bound(state: TrainState) -> Drafter:
         # A copy: the step donates the state's buffers, and the drafter lives on.
-        params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), state.params)
+        params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), chosen(state))
         return bind_drafter(draft, graphdef, params, target, draft_to_target, source=f"{workdir} step {state.step}")
 
     def export(state: TrainState, name: str) -> pathlib.Path:
-        return export_drafter(workdir / name, draft, state.params, draft_to_target=draft_to_target)
+        training = {"step": int(state.step), "weights": run.export_weights}
+        if run.export_weights == "ema":
+            training["ema_decay"] = optimizer_config.ema_decay
+        return export_drafter(
+            workdir / name, draft, chosen(state), draft_to_target=draft_to_target, training=training
+        )  # fmt: skip
 
     def save(state: TrainState) -> pathlib.Path:
         return checkpoints.save(state, data_state, facts)

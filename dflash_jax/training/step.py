@@ -29,6 +29,7 @@ class OptimizerConfig:
       learning_rate: the peak. warmup_steps: from 0 to the peak.
       final_fraction: of the peak, reached at total_steps and kept.
       weight_decay: on matrices, not on norm scales or biases.
+      ema_decay: of the parameters' exponential moving average, by optimiser step; 0 keeps none. See `moving_average`.
     """
 
     learning_rate: float = 1e-3
@@ -40,6 +41,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
@@ -50,6 +52,11 @@ class OptimizerConfig:
             )
         if self.clip_norm <= 0:
             raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}, must be positive")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(
+                f"optimizer.ema_decay is {self.ema_decay}, must lie in [0, 1): 0 keeps no average, 0.999 one over "
+                "about a thousand steps"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +90,15 @@ class StepConfig:
 class TrainState:
     """All that changes: float32 master parameters, optimiser state, steps taken, the run's PRNG key.
 
-    The key is constant; what is drawn depends on it, on a sample's epoch and on its id.
+    The key is constant; what is drawn depends on it, on a sample's epoch and on its id. `ema` is the moving average
+    of the parameters, float32, or None where `OptimizerConfig.ema_decay` is 0.
     """
 
     params: nnx.State
     opt_state: Any
     step: jax.Array
     key: jax.Array
+    ema: nnx.State | None = None
 
 
 @struct.dataclass
@@ -145,11 +154,22 @@ def make_optimizer(config: OptimizerConfig, unit: Any = None) -> optax.GradientT
     )
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None) -> TrainState:
-    """A fresh state; moments lie where their parameters lie, the rest is replicated on the mesh."""
+def init_state(
+    params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None, ema: bool = False
+) -> TrainState:
+    """A fresh state; moments and average lie where their parameters lie, the rest is replicated on the mesh.
+
+    Args:
+      ema: whether a moving average is kept; it begins at the parameters.
+    """
+
     # Copies: the step donates the state, and parameters may be someone else's (a target's, a loaded drafter's).
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed))
+    def masters(params):
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+
+    average = masters(params) if ema else None
+    params = masters(params)
+    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed), average)
     if mesh is None:
         return state
     return jax.tree.map(jax.device_put, state, state_shardings(state, optimizer, mesh))
@@ -167,7 +187,16 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
     moments = optax.tree.map_params(
         optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: whole
     )
-    return TrainState(params, moments, whole, whole)
+    return TrainState(params, moments, whole, whole, None if state.ema is None else params)
+
+
+def moving_average(average: Any, params: Any, decay: float) -> Any:
+    """decay * average + (1 - decay) * params, leaf by leaf, in float32 whatever dtype the parameters have.
+
+    In bfloat16 an average would stand still from a decay of 0.998 on: the step is below half a unit in the last place.
+    """
+    # Widened before the product: (1 - decay) * x in the dtype of x would be rounded to it.
+    return jax.tree.map(lambda a, x: a + (1.0 - decay) * (x.astype(jnp.float32) - a), average, params)
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
@@ -269,6 +298,9 @@ def make_train_step(
     parts are averaged on their own. A batch without a supervised slot, and one whose loss or gradient is
     not finite, changes neither parameters nor optimiser; the step counter goes on all the same.
 
+    A state with an average (`init_state(ema=True)`) has it moved once an update, whatever the accumulation; a
+    skipped update leaves it as it is. It needs `optimizer_config.ema_decay`.
+
     `unit` is that of `make_optimizer`: the reported gradient norm is the one that is clipped. On a mesh the new
     state is laid out as the old one, and metrics are on every device.
 
@@ -300,6 +332,11 @@ def make_train_step(
         return jax.lax.scan(body, zeros, cut)[0]
 
     def train_step(state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]):
+        if (state.ema is not None) != (optimizer_config.ema_decay > 0):
+            raise ValueError(
+                f"the state has {'no' if state.ema is None else 'a'} moving average, optimizer.ema_decay is "
+                f"{optimizer_config.ema_decay}: pass ema to init_state where, and only where, the decay is positive"
+            )
         grads, sums = gradient(state.params, state.key, frozen, batch)
         scale = 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0)
         grads = jax.tree.map(lambda g: g * scale, grads)
@@ -308,7 +345,9 @@ def make_train_step(
 
         def apply(state):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+            params = optax.apply_updates(state.params, updates)
+            ema = None if state.ema is None else moving_average(state.ema, params, optimizer_config.ema_decay)
+            return state.replace(params=params, opt_state=opt_state, ema=ema)
 
         rate_now = rate(state.opt_state[-1].count)
         state = jax.lax.cond(finite & (sums.denominator > 0), apply, lambda state: state, state)

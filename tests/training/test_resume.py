@@ -12,7 +12,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from dflash_jax.config import ConfigError
 from dflash_jax.sharding import make_mesh
@@ -21,26 +20,7 @@ from dflash_jax.training.loop import TrainingDiverged, train
 from dflash_jax.training.step import OptimizerConfig, init_state, make_optimizer
 from tests.training import toy
 
-STEPS = 20
-
-
-def config(**run) -> ConfigDict:
-    return ConfigDict(
-        {
-            "seed": 3,
-            "mesh": {"data": 1, "tensor": 1},
-            "target": {"source": "toy", "dtype": "float32"},
-            "drafter": {
-                "num_layers": 2, "block_size": 4, "mask_token_id": toy.MASK, "target_layer_ids": (1, 3),
-                "init_layers": (2, 4), "init_from": "", "draft_vocab_size": 32,
-            },
-            "step": {"num_anchors": 5, "accumulation": 2, "compute_dtype": "float32"},
-            "loss": {"hard_weight": 0.3, "soft_weight": 0.7, "gamma": 4.0, "chunk_slots": 24},
-            "optimizer": {"learning_rate": 3e-3, "warmup_steps": 4, "total_steps": STEPS, "weight_decay": 0.01},
-            "run": {"log_every": 1, "eval_every": 0, "save_every": 100, **run},
-            "evaluation": {},
-        }
-    )  # fmt: skip
+STEPS, config = toy.STEPS, toy.experiment
 
 
 def losses(workdir) -> dict[int, float]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.data.batches import make_iterator
@@ -91,6 +92,31 @@ def data(rows: int = 12, length: int = 24, batch_size: int = 4) -> TrainingData:
     samples = [Sample(str(i), whole["tokens_BxS"][i, :e], whole["loss_mask_BxS"][i, :e]) for i, e in enumerate(ends)]
     iterator = make_iterator(samples, batch_size=batch_size, seq_len=length, seed=5)
     return TrainingData(Recorded(iterator), samples, {"rows": rows, "length": length})
+
+
+STEPS = 20
+
+
+def experiment(**run) -> ConfigDict:
+    """A config for `train` with this module's target and data; fields of its `run` section by name."""
+    return ConfigDict(
+        {
+            "seed": 3,
+            "mesh": {"data": 1, "tensor": 1},
+            "target": {"source": "toy", "dtype": "float32"},
+            "drafter": {
+                "num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": (1, 3),
+                "init_layers": (2, 4), "init_from": "", "draft_vocab_size": 32,
+            },
+            "step": {"num_anchors": 5, "accumulation": 2, "compute_dtype": "float32"},
+            "loss": {"hard_weight": 0.3, "soft_weight": 0.7, "gamma": 4.0, "chunk_slots": 24},
+            "optimizer": {
+                "learning_rate": 3e-3, "warmup_steps": 4, "total_steps": STEPS, "weight_decay": 0.01, "ema_decay": 0.8,
+            },
+            "run": {"log_every": 1, "eval_every": 0, "save_every": 100, **run},
+            "evaluation": {},
+        }
+    )  # fmt: skip
 
 
 def feed(batch_of_numpy: dict) -> dict[str, jax.Array]:
