@@ -7,6 +7,7 @@ states both directions for one parameter, so that loading and exporting can not 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -28,11 +29,32 @@ class CheckpointError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Entries [start, stop) of each of `pieces` equal pieces of a tensor's first axis, as [pieces, stop - start, ...]."""
+
+    pieces: int
+    start: int
+    stop: int
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """A view where numpy can make one."""
+        return array.reshape(self.pieces, -1, *array.shape[1:])[:, self.start : self.stop]
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Name and shape of a tensor as the checkpoint format has it."""
+    """Name and shape of a tensor as the checkpoint format has it.
+
+    `part`: what one parameter takes of a tensor that several share; together they take all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
+    part: Part | None = None
+
+    def take(self, array: np.ndarray) -> np.ndarray:
+        """The part of the stored array that `Placement.join` wants."""
+        return array if self.part is None else self.part.of(array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +64,8 @@ class Placement:
     Attributes:
       path: place in the parameter tree, as `nnx.to_flat_state` has it.
       tensors: what the checkpoint stores, in the order `join` takes and `split` returns.
-      join: stored arrays -> the parameter.
-      split: the parameter -> stored arrays.
+      join: stored arrays (or the parts taken of them) -> the parameter.
+      split: the parameter -> stored arrays (or parts).
     """
 
     path: Path
@@ -117,7 +139,7 @@ def load_params(
         if progress is not None:
             progress(i, len(flat), placement.tensors[0].name)
         abstract = variable.get_value()
-        joined = placement.join(*(reader.read(tensor.name) for tensor in placement.tensors))
+        joined = placement.join(*(tensor.take(reader.read(tensor.name)) for tensor in placement.tensors))
         if joined.shape != abstract.shape:
             raise AssertionError(f"{path}: the name map makes shape {joined.shape}, the tree has {abstract.shape}")
         # A copy in every case: the file behind a memory map may change, and jax may keep a host buffer as it is.
@@ -180,13 +202,23 @@ def export_tensors(params: nnx.State, placements: Sequence[Placement]) -> Iterat
     """Yields (stored name, contiguous host array in the parameter's dtype) of a whole tree.
 
     Placements that read a tensor which another one stores already (a head of its own for a tied table) are
-    written once.
+    written once. A tensor that several parameters share is written when its last part is there.
     """
     flat = dict(nnx.to_flat_state(params))
     written = set()
+    shared: dict[str, tuple[np.ndarray, int]] = {}  # name -> (the tensor so far, entries to come)
     for placement in placements:
         value = np.asarray(jax.device_get(flat[placement.path].get_value()))
         for tensor, array in zip(placement.tensors, placement.split(value), strict=True):
+            if tensor.part is not None:
+                whole, missing = shared.pop(tensor.name, (np.empty(tensor.shape, array.dtype), math.prod(tensor.shape)))
+                tensor.part.of(whole)[...] = array
+                if missing > array.size:
+                    shared[tensor.name] = whole, missing - array.size
+                    continue
+                array = whole
             if tensor.name not in written:
                 written.add(tensor.name)
                 yield tensor.name, np.ascontiguousarray(array)
+    if shared:
+        raise AssertionError(f"no parameter holds the rest of {sorted(shared)}")

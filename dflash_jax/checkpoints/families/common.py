@@ -293,6 +293,28 @@ def experts(
     ]
 
 
+def stacked_experts(path: Path, prefix: str, num: int, hidden: int, ffn: int) -> list[Placement]:
+    """Experts that are stored in one tensor each for gate and up, and down: {prefix}.gate_up_proj, .down_proj.
+
+    Args:
+      path, prefix: of the experts (end in "moe", ".experts").
+    """
+    return [
+        Placement(
+            (*path, "gate_up_ExDx2xF"),
+            (StoredTensor(f"{prefix}.gate_up_proj", (num, 2 * ffn, hidden)),),
+            lambda x: x.reshape(num, 2, ffn, hidden).transpose(0, 3, 1, 2),
+            lambda x: (x.transpose(0, 2, 3, 1).reshape(num, 2 * ffn, hidden),),
+        ),
+        Placement(
+            (*path, "down_ExFxD"),
+            (StoredTensor(f"{prefix}.down_proj", (num, hidden, ffn)),),
+            lambda x: x.transpose(0, 2, 1),
+            lambda x: (x.transpose(0, 2, 1),),
+        ),
+    ]
+
+
 def join_groups(rows: Sequence[np.ndarray], num_groups: int, head_dim: int) -> np.ndarray:
     """q [N*H, D], k and v [G*H, D] (or the same without D) -> [G, R, H, D or 1]: each group's q heads, k, v."""
     return np.concatenate(
