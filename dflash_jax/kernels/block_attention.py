@@ -1,7 +1,9 @@
 """Attention of a block of M tokens over cached context and over the block itself.
 
 One function serves drafting (the whole block visible), verifying a chain (lower triangle) and verifying
-a tree (ancestors): only the in-block visibility differs.
+a tree (ancestors): only the in-block visibility differs. What families do differently (windows, aligned chunks,
+soft caps, sinks, values that are a part of the keys) are keywords, off by default, of the jnp reference and of
+the Pallas kernel alike.
 """
 
 from __future__ import annotations
@@ -22,23 +24,27 @@ PEAK_FLOOR = -1e29  # above MASKED, so that masked weights are exp(MASKED - peak
 def paged_block_attention(
     q_BxMxNxH: jax.Array,
     k_PxGxSxH: jax.Array,
-    v_PxGxSxH: jax.Array,
+    v_PxGxSxV: jax.Array,
     page_table_BxT: jax.Array | None,
     k_block_BxGxMxH: jax.Array,
-    v_block_BxGxMxH: jax.Array,
+    v_block_BxGxMxV: jax.Array,
     *,
     length_B: jax.Array,
     position_BxM: jax.Array,
     visibility: jax.Array,
     window: int | None,
     scale: float,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    values_in_keys: int | None = None,
     implementation: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> jax.Array:
     """`block_attention` over one layer of the cache, in its own layout.
 
     Args:
-      k_PxGxSxH, v_PxGxSxH: pages of the layer; slots at or beyond a row's length hold finite garbage.
+      k_PxGxSxH, v_PxGxSxV: pages of the layer; slots at or beyond a row's length hold finite garbage.
       page_table_BxT: pages of each row in order; None when page b is row b's whole space (P == B).
       implementation: None chooses by platform: the Pallas kernel on TPU, the jnp reference elsewhere.
         "reference", "pallas" and "pallas_interpret" (the kernel on any platform, slowly) name one.
@@ -47,25 +53,28 @@ def paged_block_attention(
 
     The other arguments and the result are those of `block_attention`.
     """
+    check_values(k_PxGxSxH, v_PxGxSxV, values_in_keys)
     mesh = dispatch.context_mesh(mesh)
     chosen = dispatch.choose(implementation, mesh)
+    options = {
+        "window": window, "scale": scale, "chunk": chunk, "softcap": softcap, "values_in_keys": values_in_keys,
+    }  # fmt: skip
     if chosen == dispatch.REFERENCE:
         return block_attention(
-            q_BxMxNxH, gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxH, page_table_BxT),
-            k_block_BxGxMxH, v_block_BxGxMxH,
-            length_B=length_B, position_BxM=position_BxM, visibility=visibility, window=window, scale=scale,
+            q_BxMxNxH, gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxV, page_table_BxT),
+            k_block_BxGxMxH, v_block_BxGxMxV,
+            length_B=length_B, position_BxM=position_BxM, visibility=visibility, sinks_N=sinks_N, **options,
         )  # fmt: skip
     # Imported where it is used: programs without the kernel start without Pallas.
     from dflash_jax.kernels.block_attention_mesh import map_over_mesh
     from dflash_jax.kernels.block_attention_pallas import paged_block_attention_pallas
 
     kernel = functools.partial(
-        paged_block_attention_pallas,
-        window=window, scale=scale, interpret=chosen == dispatch.PALLAS_INTERPRET,
+        paged_block_attention_pallas, **options, interpret=chosen == dispatch.PALLAS_INTERPRET
     )  # fmt: skip
     arrays = (
-        q_BxMxNxH, k_PxGxSxH, v_PxGxSxH, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxH,
-        length_B, position_BxM, visibility,
+        q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxV,
+        length_B, position_BxM, visibility, sinks_N,
     )  # fmt: skip
     return map_over_mesh(kernel, mesh, *arrays) if dispatch.needs_mapping(mesh) else kernel(*arrays)
 
@@ -73,59 +82,123 @@ def paged_block_attention(
 def block_attention(
     q_BxMxNxH: jax.Array,
     k_context_BxGxCxH: jax.Array,
-    v_context_BxGxCxH: jax.Array,
+    v_context_BxGxCxV: jax.Array,
     k_block_BxGxMxH: jax.Array,
-    v_block_BxGxMxH: jax.Array,
+    v_block_BxGxMxV: jax.Array,
     *,
     length_B: jax.Array,
     position_BxM: jax.Array,
     visibility: jax.Array,
     window: int | None,
     scale: float,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    values_in_keys: int | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention with one softmax over context and block.
 
     Args:
       length_B: committed context rows; context row c has position c and is visible iff c < length.
-      position_BxM: positions of the block's tokens, used by the window only.
+      position_BxM: positions of the block's tokens, at least the length; used by window and chunk only.
       visibility: [M, M] or [B, M, M] bool, entry [i, j]: slot i sees slot j of its own block.
       window: None, or W: key position k is visible from query position q iff q - k < W, in the context
         and in the block.
       scale: factor on the scores, usually head_dim ** -0.5.
+      chunk: None, or C: key position k is visible from query position q iff k // C == q // C (Llama 4).
+      softcap: None, or the number that scores stay below: cap * tanh(score / cap), before masking (Gemma 2).
+      sinks_N: None, or a logit a query head that joins each of its softmaxes and carries no value (gpt-oss).
+      values_in_keys: None, or V: the values are the first V channels of the keys, and those passed have
+        width 0 (latent attention).
 
     Returns:
-      out_BxMxNxH in the dtype of q; zeros for a slot that sees nothing. Scores, softmax and sums are float32.
+      out_BxMxNxV in the dtype of q; zeros for a slot that sees nothing. Scores, softmax and sums are float32.
 
     Context rows at or beyond the length weigh exactly zero, so what they hold does not matter as long as it
     is finite (0 * NaN is NaN). A cache starts as zeros and is only ever written with finite rows.
     """
+    width = check_values(k_block_BxGxMxH, v_block_BxGxMxV, values_in_keys)
     b, m, n, h = q_BxMxNxH.shape
     g, c = k_context_BxGxCxH.shape[1:3]
     r = n // g
     # All query rows that share a KV head form one matrix: r * M rows against C keys.
     q_BxGxQxH = q_BxMxNxH.reshape(b, m, g, r, h).transpose(0, 2, 3, 1, 4).reshape(b, g, r * m, h)
-    context_scores_BxGxRxMxC = (_scores(q_BxGxQxH, k_context_BxGxCxH) * scale).reshape(b, g, r, m, c)
-    block_scores_BxGxRxMxM = (_scores(q_BxGxQxH, k_block_BxGxMxH) * scale).reshape(b, g, r, m, m)
+    context_scores_BxGxRxMxC = capped(_scores(q_BxGxQxH, k_context_BxGxCxH) * scale, softcap).reshape(b, g, r, m, c)
+    block_scores_BxGxRxMxM = capped(_scores(q_BxGxQxH, k_block_BxGxMxH) * scale, softcap).reshape(b, g, r, m, m)
 
     row_C = jnp.arange(c, dtype=jnp.int32)
     context_mask_BxMxC = jnp.broadcast_to((row_C[None] < length_B[:, None])[:, None], (b, m, c))
-    block_mask_BxMxM = jnp.broadcast_to(visibility, (b, m, m))
-    if window is not None:
-        context_mask_BxMxC &= position_BxM[:, :, None] - row_C[None, None] < window
-        block_mask_BxMxM &= position_BxM[:, :, None] - position_BxM[:, None, :] < window
+    if window is not None or chunk is not None:
+        context_mask_BxMxC &= row_C[None, None] >= first_visible(position_BxM, window, chunk)[:, :, None]
+    block_mask_ExMxM = block_mask(visibility, position_BxM, window, chunk)
 
     context_scores_BxGxRxMxC = jnp.where(context_mask_BxMxC[:, None, None], context_scores_BxGxRxMxC, MASKED)
-    block_scores_BxGxRxMxM = jnp.where(block_mask_BxMxM[:, None, None], block_scores_BxGxRxMxM, MASKED)
+    block_scores_BxGxRxMxM = jnp.where(block_mask_ExMxM[:, None, None], block_scores_BxGxRxMxM, MASKED)
     peak = jnp.maximum(context_scores_BxGxRxMxC.max(-1, keepdims=True), block_scores_BxGxRxMxM.max(-1, keepdims=True))
     peak = jnp.maximum(peak, PEAK_FLOOR)
+    if sinks_N is not None:
+        sinks_1xGxRx1x1 = sinks_N.astype(jnp.float32).reshape(1, g, r, 1, 1)
+        peak = jnp.maximum(peak, sinks_1xGxRx1x1)
     context_weights = jnp.exp(context_scores_BxGxRxMxC - peak)
     block_weights = jnp.exp(block_scores_BxGxRxMxM - peak)
     total = context_weights.sum(-1, keepdims=True) + block_weights.sum(-1, keepdims=True)
-    out_BxGxRxMxH = (
-        _mix(context_weights.reshape(b, g, r * m, c), v_context_BxGxCxH)
-        + _mix(block_weights.reshape(b, g, r * m, m), v_block_BxGxMxH)
-    ).reshape(b, g, r, m, h) / jnp.maximum(total, 1e-30)  # at least 1 wherever anything is visible
-    return out_BxGxRxMxH.transpose(0, 3, 1, 2, 4).reshape(b, m, n, h).astype(q_BxMxNxH.dtype)
+    if sinks_N is not None:
+        total += jnp.exp(sinks_1xGxRx1x1 - peak)
+    if values_in_keys is not None:
+        # All channels of the keys are mixed and the surplus dropped: a cut of the context would be a copy of it.
+        v_context_BxGxCxV, v_block_BxGxMxV = k_context_BxGxCxH, k_block_BxGxMxH
+    out_BxGxQxV = (
+        _mix(context_weights.reshape(b, g, r * m, c), v_context_BxGxCxV)
+        + _mix(block_weights.reshape(b, g, r * m, m), v_block_BxGxMxV)
+    )[..., :width]  # fmt: skip
+    # The sum is at least 1 wherever anything is visible.
+    out_BxGxRxMxV = out_BxGxQxV.reshape(b, g, r, m, width) / jnp.maximum(total, 1e-30)
+    return out_BxGxRxMxV.transpose(0, 3, 1, 2, 4).reshape(b, m, n, width).astype(q_BxMxNxH.dtype)
+
+
+def first_visible(position_BxM: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """The first context position that window and chunk leave visible to each slot, [B, M] int32, at least 0.
+
+    A chunk has an end too, but no context row lies beyond that of a token behind the context.
+    """
+    first_BxM = jnp.zeros_like(position_BxM)
+    if window is not None:
+        first_BxM = jnp.maximum(first_BxM, position_BxM - window + 1)
+    if chunk is not None:
+        first_BxM = jnp.maximum(first_BxM, position_BxM // chunk * chunk)
+    return first_BxM
+
+
+def block_mask(visibility: jax.Array, position_BxM: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """`visibility` less what window and chunk hide: [E, M, M] bool, E is B, or 1 where all rows share it."""
+    mask_ExMxM = visibility if visibility.ndim == 3 else visibility[None]
+    if window is not None:
+        mask_ExMxM = mask_ExMxM & (position_BxM[:, :, None] - position_BxM[:, None, :] < window)
+    if chunk is not None:
+        chunk_BxM = position_BxM // chunk
+        mask_ExMxM = mask_ExMxM & (chunk_BxM[:, :, None] == chunk_BxM[:, None, :])
+    return mask_ExMxM
+
+
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(scores / softcap); the scores themselves where it is None."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def check_values(k: jax.Array, v: jax.Array, values_in_keys: int | None) -> int:
+    """The width of the values.
+
+    Raises:
+      ValueError: values that `values_in_keys` says are in the keys were passed too, or do not fit into them.
+    """
+    if values_in_keys is None:
+        return v.shape[-1]
+    if v.shape[-1] or not 0 < values_in_keys <= k.shape[-1]:
+        raise ValueError(
+            f"values_in_keys is {values_in_keys} for keys of width {k.shape[-1]} and values of width {v.shape[-1]}: "
+            "it must lie in [1, width of the keys], and the values passed must have width 0"
+        )
+    return values_in_keys
 
 
 def _scores(q_BxGxQxH: jax.Array, k_BxGxKxH: jax.Array) -> jax.Array:

@@ -11,7 +11,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class BlockCase:
-    """Sizes and kinds of one `paged_block_attention` call; `pages` None is the contiguous layout."""
+    """Sizes and kinds of one `paged_block_attention` call.
+
+    `pages` None is the contiguous layout, `value_dim` None that of the keys; `in_keys`: the values are the first
+    value_dim channels of the keys.
+    """
 
     batch: int = 2
     slots: int = 4
@@ -24,6 +28,11 @@ class BlockCase:
     visibility: str = "chain"
     lengths: tuple[int, ...] | None = None
     dtype: str = "float32"
+    value_dim: int | None = None
+    in_keys: bool = False
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def capacity(self) -> int:
@@ -38,6 +47,7 @@ def block_inputs(case: BlockCase, seed: int = 0) -> tuple[tuple, dict]:
         return jnp.asarray(rng.standard_normal(shape), case.dtype)
 
     b, m, g, h = case.batch, case.slots, case.kv_heads, case.head_dim
+    value_dim = 0 if case.in_keys else case.value_dim or h
     table = None
     num_pages = b
     if case.pages is not None:
@@ -52,8 +62,8 @@ def block_inputs(case: BlockCase, seed: int = 0) -> tuple[tuple, dict]:
     }[case.visibility]
     arrays = (
         normal(b, m, g * case.group, h),
-        normal(num_pages, g, case.page_size, h), normal(num_pages, g, case.page_size, h), table,
-        normal(b, g, m, h), normal(b, g, m, h),
+        normal(num_pages, g, case.page_size, h), normal(num_pages, g, case.page_size, value_dim), table,
+        normal(b, g, m, h), normal(b, g, m, value_dim),
     )  # fmt: skip
     keywords = {
         "length_B": length_B,
@@ -61,6 +71,10 @@ def block_inputs(case: BlockCase, seed: int = 0) -> tuple[tuple, dict]:
         "visibility": jnp.asarray(visibility),
         "window": case.window,
         "scale": h**-0.5,
+        "chunk": case.chunk,
+        "softcap": case.softcap,
+        "sinks_N": 2 * normal(g * case.group) if case.sinks else None,
+        "values_in_keys": case.value_dim if case.in_keys else None,
     }
     return arrays, keywords
 
@@ -80,29 +94,34 @@ def block_oracle(arrays: tuple, keywords: dict) -> np.ndarray:
     """The same attention in float64 numpy, row by row, head by head, slot by slot."""
     q, k_pages, v_pages, table, k_block, v_block = (None if x is None else np.asarray(x, np.float64) for x in arrays)
     length, position = np.asarray(keywords["length_B"]), np.asarray(keywords["position_BxM"])
-    window, scale = keywords["window"], keywords["scale"]
+    window, chunk, cap, sinks_N = (keywords[name] for name in ("window", "chunk", "softcap", "sinks_N"))
+    if keywords["values_in_keys"]:
+        v_pages, v_block = (x[..., : keywords["values_in_keys"]] for x in (k_pages, k_block))
     b, m, n, _ = q.shape
     visibility = np.broadcast_to(np.asarray(keywords["visibility"]), (b, m, m))
     group = n // k_block.shape[1]
-    out = np.zeros_like(q)
+    out = np.zeros((b, m, n, v_block.shape[-1]))
     for i in range(b):
         pages = [i] if table is None else [int(p) for p in table[i]]
+        key_position = np.concatenate([np.arange(length[i]), position[i]])
         for head in range(n):
             g = head // group
-            k_all = np.concatenate([k_pages[p, g] for p in pages])[: length[i]]
-            v_all = np.concatenate([v_pages[p, g] for p in pages])[: length[i]]
+            k_all = np.concatenate([np.concatenate([k_pages[p, g] for p in pages])[: length[i]], k_block[i, g]])
+            v_all = np.concatenate([np.concatenate([v_pages[p, g] for p in pages])[: length[i]], v_block[i, g]])
             for slot in range(m):
-                near = np.ones(length[i], bool), visibility[i, slot]
+                seen = np.concatenate([np.ones(length[i], bool), visibility[i, slot]])
                 if window is not None:
-                    near = (
-                        position[i, slot] - np.arange(length[i]) < window,
-                        visibility[i, slot] & (position[i, slot] - position[i] < window),
-                    )
-                k = np.concatenate([k_all[near[0]], k_block[i, g][near[1]]])
-                v = np.concatenate([v_all[near[0]], v_block[i, g][near[1]]])
-                if len(k):
-                    weights = np.exp(k @ q[i, slot, head] * scale - (k @ q[i, slot, head] * scale).max())
-                    out[i, slot, head] = weights @ v / weights.sum()
+                    seen &= position[i, slot] - key_position < window
+                if chunk is not None:
+                    seen &= position[i, slot] // chunk == key_position // chunk
+                scores = k_all[seen] @ q[i, slot, head] * keywords["scale"]
+                if cap is not None:
+                    scores = cap * np.tanh(scores / cap)
+                if sinks_N is not None:
+                    scores = np.append(scores, np.float64(sinks_N[head]))
+                if len(scores):
+                    weights = np.exp(scores - scores.max())
+                    out[i, slot, head] = (weights / weights.sum())[: seen.sum()] @ v_all[seen]
     return out
 
 

@@ -14,16 +14,18 @@ from attention_cases import BlockCase, block_inputs, block_oracle
 from dflash_jax import sharding
 from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.block_attention import block_attention, paged_block_attention
+from dflash_jax.kernels.block_attention_pallas import _row_tiling
 from dflash_jax.kernels.kv_cache import gather_pages
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "implementation", "mesh"))
-def attend(arrays, *, window, scale, implementation, mesh=None, **keywords):
-    return paged_block_attention(
-        *arrays, **keywords, window=window, scale=scale, implementation=implementation, mesh=mesh
-    )
+STATIC = ("window", "scale", "chunk", "softcap", "values_in_keys", "implementation", "mesh")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def attend(arrays, **keywords):
+    return paged_block_attention(*arrays, **keywords)
 
 
 def reference(arrays, keywords):
@@ -53,6 +55,21 @@ CASES = {
     "nothing cached": BlockCase(slots=5, page_size=1, pages=None, lengths=(0, 0)),
     "long prefill": BlockCase(batch=1, slots=300, kv_heads=1, group=3, lengths=(20,)),
     "odd head dim": BlockCase(batch=1, head_dim=24, group=5, lengths=(33,)),
+    "soft cap": BlockCase(softcap=0.5, lengths=(48, 17)),
+    "sinks": BlockCase(batch=3, slots=5, sinks=True, lengths=(48, 0, 17)),
+    "sinks, soft cap, window": BlockCase(slots=5, sinks=True, softcap=2.0, window=7, lengths=(48, 3)),
+    "chunks": BlockCase(batch=4, slots=6, chunk=8, lengths=(48, 0, 20, 7), visibility="full"),
+    "chunks skip pages": BlockCase(slots=3, pages=20, chunk=256, lengths=(300, 254)),
+    "trees over a border of chunks": BlockCase(slots=9, chunk=4, sinks=True, visibility="tree", lengths=(18, 3)),
+    "narrow values": BlockCase(slots=5, head_dim=64, value_dim=24, lengths=(48, 17)),
+    "wide values, contiguous": BlockCase(head_dim=24, value_dim=64, pages=None, page_size=40),
+    "latent": BlockCase(slots=5, kv_heads=1, group=128, head_dim=40, value_dim=32, in_keys=True, lengths=(48, 17)),
+    "latent, as wide as DeepSeek's": BlockCase(
+        batch=1, slots=2, kv_heads=1, group=128, head_dim=576, value_dim=512, in_keys=True, pages=2, lengths=(19,)
+    ),
+    "latent, contiguous in parts": BlockCase(
+        batch=1, kv_heads=1, group=3, head_dim=20, value_dim=12, in_keys=True, page_size=600, pages=None, lengths=(530,)
+    ),
 }
 
 
@@ -91,6 +108,39 @@ def test_kernel_in_bfloat16(name):
 def test_kernel_against_reference_for_any_shape(case, seed):
     arrays, keywords = block_inputs(case, seed)
     assert_close(kernel(arrays, keywords), reference(arrays, keywords))
+
+
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.given(
+    case=st.builds(
+        BlockCase,
+        slots=st.sampled_from([1, 4]), kv_heads=st.integers(1, 2), group=st.sampled_from([1, 3]),
+        head_dim=st.just(16), page_size=st.just(8), pages=st.none() | st.just(3),
+        visibility=st.sampled_from(["chain", "full", "tree"]), window=st.none() | st.integers(1, 20),
+        chunk=st.none() | st.integers(1, 20), softcap=st.none() | st.sampled_from([0.3, 3.0]), sinks=st.booleans(),
+        value_dim=st.sampled_from([None, 8, 24]),
+    ) | st.builds(
+        BlockCase,
+        kv_heads=st.just(1), group=st.sampled_from([2, 3]), head_dim=st.just(24), value_dim=st.sampled_from([8, 24]),
+        in_keys=st.just(True), page_size=st.just(8), sinks=st.booleans(), chunk=st.none() | st.integers(1, 20),
+    ),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_options_together(case, seed):
+    arrays, keywords = block_inputs(case, seed)
+    expected = block_oracle(arrays, keywords)
+    assert_close(reference(arrays, keywords), expected)
+    assert_close(kernel(arrays, keywords), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 7, 40, 128])
+@pytest.mark.parametrize("slots", [1, 5, 16, 300])
+def test_tiles_of_rows(heads, slots):
+    slot_tile, cuts = _row_tiling(slots, heads, 512)
+    assert heads % cuts == 0
+    rows = slot_tile * heads // cuts
+    assert rows <= 512 and rows % 16 == 0
+    assert slot_tile % 16 == 0 or slot_tile >= slots  # the mask's tile: whole sublane tiles, or everything
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +192,45 @@ def test_a_slot_that_sees_nothing_gives_zeros(run, paged):
     assert np.isfinite(out).all()
     assert (out[:, 2] == 0).all()
     assert (np.abs(out[:, [0, 1, 3]]).max(axis=-1) > 0).all()
+
+
+@pytest.mark.parametrize("run", [reference, kernel])
+def test_a_slot_with_a_sink_that_sees_nothing_gives_zeros(run):
+    arrays, keywords = block_inputs(BlockCase(slots=4, sinks=True, lengths=(0, 0)))
+    for sink in (-jnp.inf, -1e30, 100.0):  # no weight at all; below what is masked; nearly all weight
+        sinks_N = keywords["sinks_N"].at[1].set(sink)
+        out = np.asarray(
+            run(arrays, keywords | {"visibility": keywords["visibility"].at[2].set(False), "sinks_N": sinks_N})
+        )
+        assert np.isfinite(out).all()
+        assert (out[:, 2] == 0).all()
+        assert (np.abs(out[:, [0, 1, 3]][:, :, [0, 2, 3]]).max(axis=-1) > 0).all()
+
+
+def test_a_sink_far_below_the_scores_changes_nothing(paged):
+    arrays, keywords = paged
+    sinks_N = jnp.full((4,), -1e4, jnp.float32)
+    np.testing.assert_array_equal(reference(arrays, keywords | {"sinks_N": sinks_N}), reference(arrays, keywords))
+    np.testing.assert_array_equal(kernel(arrays, keywords | {"sinks_N": sinks_N}), kernel(arrays, keywords))
+
+
+@pytest.mark.parametrize("run", [reference, kernel])
+def test_values_in_keys_and_values_beside_them_are_refused(run):
+    arrays, keywords = block_inputs(BlockCase())
+    with pytest.raises(ValueError, match="values_in_keys is 32 for keys of width 64 and values of width 64"):
+        run(arrays, keywords | {"values_in_keys": 32})
+    arrays, keywords = block_inputs(BlockCase(in_keys=True, value_dim=65))
+    with pytest.raises(ValueError, match="values_in_keys is 65 for keys of width 64"):
+        run(arrays, keywords)
+
+
+@pytest.mark.parametrize("garbage", [1e30, np.nan])
+def test_kernel_never_uses_latent_rows_beyond_the_length(garbage):
+    arrays, keywords = block_inputs(
+        BlockCase(batch=3, kv_heads=1, in_keys=True, value_dim=32, lengths=(48, 0, 21))
+    )  # fmt: skip
+    out = kernel(*with_garbage(arrays, keywords, garbage, 0.0))
+    np.testing.assert_array_equal(out, kernel(arrays, keywords))
 
 
 @pytest.mark.parametrize("run", [reference, kernel])
@@ -289,6 +378,29 @@ class TestMesh:
         assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
 
     def test_trees_and_heads_that_do_not_divide(self, mesh):
-        case = BlockCase(batch=4, kv_heads=3, page_size=40, pages=None, visibility="tree")
+        case = BlockCase(batch=4, kv_heads=3, group=1, page_size=40, pages=None, visibility="tree", sinks=True)
         arrays, keywords = block_inputs(case)
-        assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
+        out = kernel(self.place(arrays, mesh), keywords, mesh)
+        assert_close(out, reference(arrays, keywords))
+        assert out.sharding.spec == jax.P("data", None, None, None)
+
+
+class TestFewHeadsOnManyDevices:
+    """KV heads that the tensor axis does not divide: whole on every device, their query heads dealt out."""
+
+    @pytest.mark.parametrize("data, tensor", [(8, 1), (4, 2), (2, 4), (1, 8)])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            BlockCase(batch=4, kv_heads=1, group=8, head_dim=24, value_dim=16, in_keys=True, sinks=True, pages=2),
+            BlockCase(batch=4, kv_heads=2, group=4, head_dim=16, pages=2, sinks=True),
+            BlockCase(batch=4, kv_heads=3, group=8, head_dim=16, page_size=40, pages=None, sinks=True),
+        ],
+        ids=["one, latent", "two", "three, whose query heads are cut across"],
+    )
+    def test_same_on_every_mesh(self, case, data, tensor):
+        arrays, keywords = block_inputs(case)
+        out = kernel(arrays, keywords, sharding.make_mesh(data, tensor))
+        assert_close(out, reference(arrays, keywords))
+        if tensor > 1:
+            assert out.sharding.spec[2] == "tensor"
