@@ -17,7 +17,9 @@ from dflash_jax.checkpoints.hf_config import target_config_from_hf
 from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
 from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
+from dflash_jax.checkpoints.quantised import DequantisingReader, quantisation_from_hf
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
+from dflash_jax.checkpoints.spelling import log_skipped
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
 from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dflash_jax.config import ConfigError, TargetConfig
@@ -54,6 +56,8 @@ def load_target(
         takes what config.json names, else float32 (GGUF files are dequantised to float32).
       mesh: lays the parameters out on it; None keeps them on one device.
       progress: called as progress(done, total, what) while files are fetched and weights are read.
+
+    Of a multimodal checkpoint the decoder is loaded, and a line is logged on what is skipped.
 
     The ids that end an answer are the union of `eos_token_id` (one or several) in generation_config.json and
     in config.json and of the tokenizer's EOS, in this order; of a GGUF file, its eos, eot and eom ids.
@@ -95,11 +99,17 @@ def _from_directory(
         raise ConfigError(f"{directory / 'config.json'}: {error}") from error
     has_tokenizer = any((directory / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = load_tokenizer(directory) if has_tokenizer else None
-    ends = [*_eos_ids(generation), *_eos_ids(hf)]
+    # Multimodal configurations give ids and dtype at the top, inside text_config, or both.
+    text = hf.get("text_config") or {}
+    ends = [*_eos_ids(generation), *_eos_ids(hf), *_eos_ids(text)]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
-    dtype = as_dtype(dtype, hf.get("dtype") or hf.get("torch_dtype") or "float32")
-    return _build(config, SafetensorsReader(directory), tokenizer, ends, dtype, mesh, source, progress)
+    named = [values.get(name) for values in (hf, text) for name in ("dtype", "torch_dtype")]
+    dtype = as_dtype(dtype, next(filter(None, named), "float32"))
+    reader, quantisation = SafetensorsReader(directory), quantisation_from_hf(hf)
+    if quantisation is not None:
+        reader = DequantisingReader(reader, quantisation, dtype)
+    return _build(config, reader, tokenizer, ends, dtype, mesh, source, progress)
 
 
 def _eos_ids(values: Mapping[str, Any]) -> list[int]:
@@ -138,11 +148,13 @@ def _build(
     # copy of the table is memory for nothing.
     own_head = config.tie_embeddings and jax.default_backend() == "cpu"
     graphdef, abstract = abstract_model(Transformer, config, dtype, own_head=own_head)
+    names = frozenset(reader.names())
+    log_skipped(source, names)
     params = load_params(
         abstract,
-        target_placements(config, own_head),
+        target_placements(config, own_head, names),
         reader,
-        harmless=lambda name: is_harmless(config, name),
+        harmless=lambda name: is_harmless(config, name, names),
         mesh=mesh,
         progress=progress,
     )

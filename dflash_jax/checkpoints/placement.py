@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Entries [start, stop) of each of `pieces` equal pieces of a tensor's first axis, as [pieces, stop - start, ...]."""
+    """Entries [start, stop) of each of `pieces` equal pieces of the first axis, as [pieces, stop - start, ...]."""
 
     pieces: int
     start: int

@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Collection
 
+import ml_dtypes
 import numpy as np
 import safetensors
 
@@ -14,6 +15,15 @@ from dflash_jax.checkpoints.placement import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
+# Also what quantised weights are made of; `quantised` makes numbers of them.
+_DTYPES = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U8": np.uint8,
+}
 
 
 class SafetensorsReader:
@@ -26,6 +36,8 @@ class SafetensorsReader:
     def __init__(self, directory: str | pathlib.Path):
         self.source = str(directory)
         self._entries: dict[str, tuple[pathlib.Path, tuple[int, ...], str]] = {}
+        self._offsets: dict[str, tuple[int, int]] = {}  # first byte and the one behind the last, in the file
+        self._maps: dict[pathlib.Path, np.memmap] = {}
         directory = pathlib.Path(directory)
         index = directory / INDEX
         if index.is_file():
@@ -58,6 +70,14 @@ class SafetensorsReader:
                     self._entries[name] = path, tuple(tensor.get_shape()), tensor.get_dtype()
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"{path} is no complete safetensors file ({error}); download it again") from error
+        # The library reads no eight-bit floats into numpy. The layout is: length of the header, header, data.
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                self._offsets[name] = 8 + size + start, 8 + size + stop
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -72,8 +92,12 @@ class SafetensorsReader:
         return self.dtype(name) in _READABLE
 
     def read(self, name: str) -> np.ndarray:
-        with safetensors.safe_open(self._entries[name][0], framework="numpy") as file:
-            return file.get_tensor(name)
+        """A view of the file, mapped into memory."""
+        path, shape, dtype = self._entries[name]
+        if path not in self._maps:
+            self._maps[path] = np.memmap(path, np.uint8, "r")
+        start, stop = self._offsets[name]
+        return self._maps[path][start:stop].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
 
 
 def _no_weights(directory: pathlib.Path) -> str:

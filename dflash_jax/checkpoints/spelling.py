@@ -62,16 +62,12 @@ def spelled(placements: Sequence[Placement], names: Collection[str]) -> tuple[Pl
     )
 
 
-def text_name(names: Collection[str]) -> Callable[[str], str]:
-    """A function from the checkpoint's names of the decoder's tensors to those of a pure text model."""
+def text_name(name: str, names: Collection[str]) -> str:
+    """The name that a tensor of a checkpoint with these names has in a pure text model."""
     prefix, head = _found(names)
-
-    def text(name: str) -> str:
-        if name == head:
-            return common.HEAD
-        return f"model.{name.removeprefix(prefix + '.')}" if name.startswith(f"{prefix}.") else name
-
-    return text
+    if name == head:
+        return common.HEAD
+    return f"model.{name.removeprefix(f'{prefix}.')}" if name.startswith(f"{prefix}.") else name
 
 
 def other_modality(name: str) -> bool:

@@ -202,7 +202,7 @@ def test_rotary_fields_that_are_not_supported(fields, match):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

@@ -171,10 +171,15 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
     ):
         if fields.count(name):
             raise ConfigError(f"{name} is {fields.get(name)} in this gemma4_text configuration: {why}")
-    head_dim, full_head_dim = fields.size("head_dim"), fields.size("global_head_dim")
+    head_dim, kv_heads = fields.size("head_dim"), fields.size("num_key_value_heads")
     value_is_key = fields.flag("attention_k_eq_v")
-    # The number of the full layers' KV heads is read where their keys are the values, only.
-    full_kv_heads = fields.optional_size("num_global_key_value_heads") if value_is_key else None
+    overrides = _full_layers(fields)
+    if overrides is not None:
+        full_head_dim, full_kv_heads = overrides.get("head_dim", head_dim), overrides.get("num_key_value_heads")
+    else:
+        full_head_dim = fields.size("global_head_dim")
+        # The number of the full layers' KV heads is read where their keys are the values, only.
+        full_kv_heads = fields.optional_size("num_global_key_value_heads") if value_is_key else None
     sliding, full = _ropes_by_kind(fields)
     rotary_dim = None
     if full.get("rope_type") == "proportional":
@@ -187,12 +192,28 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
         "layer_scale": True,
         "norm_offset": 0.0,
         "full_head_dim": None if full_head_dim == head_dim else full_head_dim,
-        "full_num_kv_heads": None if full_kv_heads == fields.size("num_key_value_heads") else full_kv_heads,
+        "full_num_kv_heads": None if full_kv_heads == kv_heads else full_kv_heads,
         "full_value_is_key": value_is_key,
         "full_rotary_dim": None if rotary_dim == full_head_dim else rotary_dim,
         "rope": _rope(fields, full),
         "rope_sliding": _rope(fields, sliding),
     }
+
+
+def _full_layers(fields: Fields) -> Mapping[str, int] | None:
+    """What `per_layer_config`, the spelling that transformers 5 writes, says of all full layers; None without it."""
+    by_layer = fields.hf.get("per_layer_config")
+    if by_layer is None:
+        return None
+    full = {i for i, kind in enumerate(_layer_types(fields)) if kind == FULL}
+    different = [dict(values) for values in by_layer.values()]
+    known = {"head_dim", "num_key_value_heads"}
+    if {int(i) for i in by_layer} != full or any(x != different[0] or not set(x) <= known for x in different):
+        raise ConfigError(
+            f"per_layer_config is {by_layer!r}; supported are head_dim and num_key_value_heads, the same for every "
+            f"layer of full attention ({sorted(full)}) and none for others"
+        )
+    return different[0] if different else {}
 
 
 def _scores(fields: Fields) -> dict[str, Any]:

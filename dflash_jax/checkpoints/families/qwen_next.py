@@ -13,6 +13,7 @@ The defaults are those of the configuration classes of transformers 5.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -231,11 +232,11 @@ def _gated_attention(config: TargetConfig, layer: int, path: Path, prefix: str) 
     g, h = config.kv_shape(layer)
 
     def half(index: int) -> StoredTensor:
-        return StoredTensor(f"{prefix}.q_proj.weight", (n * 2 * h, d), Part((n, 2, h, d), 1, index, index + 1))
+        return StoredTensor(f"{prefix}.q_proj.weight", (n * 2 * h, d), Part(n, index * h, (index + 1) * h))
 
     def split_qkv(x_DxGxRxH: np.ndarray) -> tuple[np.ndarray, ...]:
         q, k, v = common.split_groups(x_DxGxRxH.transpose(1, 2, 3, 0))
-        return q.reshape(n, 1, h, d), k, v
+        return q.reshape(n, h, d), k, v
 
     return [
         Placement(
@@ -248,7 +249,7 @@ def _gated_attention(config: TargetConfig, layer: int, path: Path, prefix: str) 
             (*path, "gate_DxGxRxH"),
             (half(1),),
             lambda gate: gate.reshape(g, n // g, h, d).transpose(3, 0, 1, 2),
-            lambda x: (x.transpose(1, 2, 3, 0).reshape(n, 1, h, d),),
+            lambda x: (x.transpose(1, 2, 3, 0).reshape(n, h, d),),
         ),
         common.attention_out(path, f"{prefix}.o_proj.weight", (g, n // g, h, d)),
         *(identity((*path, f"{x}_norm", "scale"), f"{prefix}.{x}_norm.weight", (h,)) for x in "qk"),
@@ -302,6 +303,11 @@ def _fused_inputs(path: Path, prefix: str, d: int, g: int, r: int, p: int, h: in
 
 def _separate_inputs(path: Path, prefix: str, d: int, g: int, r: int, p: int, h: int) -> list[Placement]:
     widths = (p, p, r * h, r * h)
+
+    def split(x_DxGxC: np.ndarray) -> tuple[np.ndarray, ...]:
+        *qkv, z = _split_kinds(x_DxGxC.transpose(1, 2, 0), widths, (d,))
+        return *qkv, z[0]
+
     return [
         Placement(
             (*path, "qkvz_DxGxC"),
@@ -310,7 +316,7 @@ def _separate_inputs(path: Path, prefix: str, d: int, g: int, r: int, p: int, h:
                 StoredTensor(f"{prefix}.in_proj_z.weight", (g * r * h, d)),
             ),
             lambda *xs: np.concatenate([x.reshape(g, -1, d) for x in xs], axis=1).transpose(2, 0, 1),
-            lambda x: _split_kinds(x.transpose(1, 2, 0), widths, (d,)),
+            split,
         ),
         Placement(
             (*path, "ba_DxGx2xR"),
@@ -326,12 +332,11 @@ def _by_kind(name: str, g: int, widths: tuple[int, ...], rest: tuple[int, ...]) 
     shape = (g * sum(widths), *rest)
     ends = np.cumsum([0, *widths]) * g
     return tuple(
-        StoredTensor(name, shape, Part(shape, 0, int(start), int(stop)))
-        for start, stop in zip(ends[:-1], ends[1:], strict=True)
+        StoredTensor(name, shape, Part(1, int(start), int(stop))) for start, stop in itertools.pairwise(ends)
     )
 
 
 def _split_kinds(x_GxCxR: np.ndarray, widths: tuple[int, ...], rest: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """[G, sum(widths), rest] -> a [G * width, *rest] for each kind."""
+    """[G, sum(widths), rest] -> a [1, G * width, *rest] for each kind, as `_by_kind` takes them."""
     ends = np.cumsum([0, *widths])
-    return tuple(x_GxCxR[:, start:stop].reshape(-1, *rest) for start, stop in zip(ends[:-1], ends[1:], strict=True))
+    return tuple(x_GxCxR[:, start:stop].reshape(1, -1, *rest) for start, stop in itertools.pairwise(ends))
