@@ -1,46 +1,81 @@
-"""Meshes, and which logical axis lies on which mesh axis: the only file that knows mesh axis names."""
+"""Meshes, and which logical axis lies on which mesh axis: the only file that knows mesh axis names.
+
+data    rows of a batch; parameters are copied
+fsdp    rows of a batch, and each parameter cut along its hidden dimension, gathered where it is used
+expert  experts of a mixture; what is no expert is cut along it as along `tensor`, where it divides
+tensor  heads, MLP channels and vocabulary
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
+FSDP = "fsdp"
+EXPERT = "expert"
 TENSOR = "tensor"
+AXES = (DATA, FSDP, EXPERT, TENSOR)
 
-# Logical axis -> mesh axis. Axes that are not listed are replicated.
+# Logical axis -> mesh axes, major first. Logical axes that are not listed are replicated.
 RULES = {
-    "batch": DATA,
-    "pages": DATA,
-    "vocab": TENSOR,
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
+    "batch": (DATA, FSDP),
+    "pages": (DATA, FSDP),
+    "embed": (FSDP,),
+    "experts": (EXPERT,),
+    "vocab": (TENSOR, EXPERT),
+    "kv_heads": (TENSOR,),
+    "mlp": (TENSOR, EXPERT),
 }
 
 
-def make_mesh(data: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A (data, tensor) mesh over the first data * tensor devices.
+def make_mesh(
+    data: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None, *, fsdp: int = 1, expert: int = 1
+) -> Mesh:
+    """A (data, fsdp, expert, tensor) mesh over the first of the devices.
 
     Axis types are Auto: GSPMD partitions from the shardings of parameters and caches.
 
     Raises:
-      ValueError: fewer devices than data * tensor.
+      ValueError: an axis below 1, or fewer devices than the product of the axes.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if data < 1 or tensor < 1 or data * tensor > len(devices):
+    shape = (data, fsdp, expert, tensor)
+    if min(shape) < 1 or math.prod(shape) > len(devices):
         raise ValueError(
-            f"a mesh of data={data} x tensor={tensor} needs {data * tensor} devices, there are {len(devices)}"
+            f"a mesh of data={data} x fsdp={fsdp} x expert={expert} x tensor={tensor} needs {math.prod(shape)} "
+            f"devices, there are {len(devices)}; every axis must be at least 1"
         )
     return jax.make_mesh(
-        (data, tensor),
-        (DATA, TENSOR),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[: data * tensor],
-    )
+        shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)]
+    )  # fmt: skip
+
+
+def mesh_axes(
+    mesh: Mesh | AbstractMesh, logical: str | None, *sizes: int, taken: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The mesh axes to cut dimensions of these sizes along: as many of the logical axis's, major first, as divide
+    every size. Axes of size 1 and axes in `taken` are left out; nothing is ever padded."""
+    names: tuple[str, ...] = ()
+    for name in RULES.get(logical, ()):
+        parts = mesh.shape.get(name, 1)
+        if parts == 1 or name in taken:
+            continue
+        if any(size % (axis_size(mesh, names) * parts) for size in sizes):
+            break
+        names += (name,)
+    return names
+
+
+def axis_size(mesh: Mesh | AbstractMesh, names: str | Sequence[str] | None) -> int:
+    """The number of shards along mesh axes together."""
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -48,17 +83,23 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """The sharding of an array with these logical axes.
+def partition_spec(mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """How an array with these logical axes is cut.
 
-    A dimension that its mesh axis does not divide is replicated, never padded: three KV heads on four
-    devices stay whole, and the result is right.
+    A dimension that its mesh axes do not divide is cut by fewer of them or replicated, never padded: three KV
+    heads on four devices stay whole, and the result is right. No mesh axis cuts two dimensions: the first has it.
     """
-    spec = []
+    spec, taken = [], ()
     for axis, size in zip(axes, shape, strict=True):
-        name = RULES.get(axis) if axis is not None else None
-        spec.append(name if name is not None and size % mesh.shape[name] == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+        names = mesh_axes(mesh, axis, size, taken=taken) if size else ()
+        taken += names
+        spec.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*spec)
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """The sharding of an array with these logical axes: `partition_spec` on the mesh."""
+    return NamedSharding(mesh, partition_spec(mesh, axes, shape))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -68,7 +109,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def data_parallel_size(mesh: Mesh | None) -> int:
     """How many shards the batch is cut into; the number of rows of a batch must be a multiple of it."""
-    return 1 if mesh is None else mesh.shape[DATA]
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in RULES["batch"])
 
 
 def shard_tree(tree: Any, axes_tree: Any, mesh: Mesh | None) -> Any:

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax import sharding
-from dflash_jax.kernels.kv_cache import KVCache, LayerSpec, abstract_layers
+from dflash_jax.kernels.delta_rule import STATE_AXES, RecurrentState
+from dflash_jax.kernels.kv_cache import KVCache, LayerSpec, abstract_layers, empty_states
 
 POOL_AXES = ("pages", "kv_heads", None, None)
 
@@ -68,10 +69,24 @@ def make_cache(
         return jnp.full(shape, value, dtype, device=place)
 
     return KVCache(
-        k=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes),
-        v=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes),
+        k=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes[0]),
+        v=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes[1]),
         page_table_BxT=None if page_size is None else full((batch, pages_a_row), num_pages, jnp.int32, ("batch", None)),
         length_B=full((batch,), 0, jnp.int32, ("batch",)),
+        recurrent=make_states(specs, batch, dtype, mesh),
+    )
+
+
+def make_states(
+    specs: Sequence[LayerSpec], batch: int, dtype: jnp.dtype, mesh: Mesh | None = None
+) -> tuple[RecurrentState | None, ...]:
+    """`KVCache.recurrent` of rows before their first token; empty where no layer is recurrent."""
+
+    def place(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        return x if mesh is None else jax.device_put(x, sharding.named_sharding(mesh, axes, x.shape))
+
+    return tuple(
+        None if state is None else jax.tree.map(place, state, STATE_AXES) for state in empty_states(specs, batch, dtype)
     )
 
 

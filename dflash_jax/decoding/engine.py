@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax import sharding
-from dflash_jax.decoding.cache import PageAllocator, make_cache
+from dflash_jax.decoding.cache import PageAllocator, make_cache, make_states
 from dflash_jax.decoding.logits_rules import LOGITS_AXES, make_logits_rules
 from dflash_jax.decoding.request import MAX_STOP_IDS, Request, check_request, is_whole
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE, Sampling, make_sampling, row_keys
@@ -25,6 +25,7 @@ from dflash_jax.decoding.step import (
     Admission,
     DecodeState,
     Emission,
+    Prefill,
     Rules,
     Skeleton,
     StepConfig,
@@ -335,17 +336,16 @@ class Engine:
                 table_AxT[i, : len(seat.pages)] = seat.pages
         try:
             self._end_dropped()
-            hidden = self._prefill(requests, length_A, table_AxT)
+            prefill = self._prefill(requests, length_A, table_AxT)
             admission = Admission(
                 slot_A=self._put(slot_A),
                 table_AxT=None if self.pages is None else self._put(table_AxT),
-                length_A=self._put(length_A),
                 seed_key_A=self._keys([0 if r is None else r.seed for r in requests]),
                 budget_A=self._put(budget_A),
                 rules=self._rules(requests),
             )
             self.state, self.rules, emission = admit(
-                self.config, self.weights, self.state, self.rules, admission, hidden
+                self.config, self.weights, self.state, self.rules, admission, prefill
             )
         except BaseException:
             self._unseat(seats)
@@ -380,22 +380,23 @@ class Engine:
         if self.pages is not None:
             self.pages.free(row.slot)
 
-    def _prefill(self, requests: Sequence[Request | None], length_A: np.ndarray, table_AxT: np.ndarray) -> jax.Array:
-        """Takes the prompts into the cache, a chunk a call; the hidden state of each one's last token."""
-        rows = len(requests)
-        done = self._put(np.zeros(rows, np.int32))
+    def _prefill(self, requests: Sequence[Request | None], length_A: np.ndarray, table_AxT: np.ndarray) -> Prefill:
+        """Takes the prompts into the cache, a chunk a call."""
+        rows, dtype = len(requests), self.target.dtype
         table = self._put(table_AxT)
-        hidden = self._put(np.zeros((rows, self.target.config.hidden_size), np.float32).astype(self.target.dtype))
+        hidden = self._put(np.zeros((rows, self.target.config.hidden_size), np.float32).astype(dtype))
+        states = make_states(layer_specs(self.target.config), rows, dtype, self.target.mesh)
+        prefill = Prefill(self._put(np.zeros(rows, np.int32)), hidden, states)
         for start in range(0, int(length_A.max()), self.chunk):
             token = np.zeros((rows, self.chunk), np.int32)
             count = np.clip(length_A - start, 0, self.chunk).astype(np.int32)
             for i, request in enumerate(requests):
                 if count[i]:
                     token[i, : count[i]] = request.prompt_ids[start : start + count[i]]
-            self.state, done, hidden = prefill_chunk(
-                self.config, self.weights, self.state, table, done, self._put(token), self._put(count), hidden
+            self.state, prefill = prefill_chunk(
+                self.config, self.weights, self.state, table, prefill, self._put(token), self._put(count)
             )
-        return hidden
+        return prefill
 
     # Rounds --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from dflash_jax.decoding.logits_rules import LOGITS_AXES, LogitsRules, bend, cou
 from dflash_jax.decoding.sampling import Sampling, round_keys
 from dflash_jax.decoding.verify import Verdict, verify
 from dflash_jax.drafters.contract import Draft, SharedWeights, Verified
+from dflash_jax.kernels.delta_rule import STATE_AXES, RecurrentState
 from dflash_jax.kernels.kv_cache import KVCache, advance, write
 from dflash_jax.models.attention import causal
 
@@ -164,9 +165,16 @@ def _pin_logits(config: StepConfig, tree: T) -> T:
 
 def _pin_state(config: StepConfig, state: DecodeState) -> DecodeState:
     cache = state.cache
-    rows = _pin_rows(config, state.replace(cache=cache.replace(k=(), v=()), count_BxV=None))
-    pools = {side: tuple(_pin(config, x, POOL_AXES) for x in getattr(cache, side)) for side in ("k", "v")}
-    return rows.replace(cache=rows.cache.replace(**pools), count_BxV=_pin_logits(config, state.count_BxV))
+    rows = _pin_rows(config, state.replace(cache=cache.replace(k=(), v=(), recurrent=()), count_BxV=None))
+    parts = {side: tuple(_pin(config, x, POOL_AXES) for x in getattr(cache, side)) for side in ("k", "v")}
+    parts["recurrent"] = _pin_recurrent(config, cache.recurrent)
+    return rows.replace(cache=rows.cache.replace(**parts), count_BxV=_pin_logits(config, state.count_BxV))
+
+
+def _pin_recurrent(config: StepConfig, states: tuple[RecurrentState | None, ...]) -> tuple[RecurrentState | None, ...]:
+    return tuple(
+        None if state is None else jax.tree.map(functools.partial(_pin, config), state, STATE_AXES) for state in states
+    )
 
 
 def _pin_rules(config: StepConfig, rules: Rules) -> Rules:
@@ -300,30 +308,44 @@ def _round(config: StepConfig, weights: Weights, state: DecodeState, rules: Rule
     return _pin_state(config, state.replace(cache=cache)), emission
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@struct.dataclass
+class Prefill:
+    """How far the prompts of A rows have been taken in.
+
+    Attributes:
+      length_A: tokens so far.
+      hidden_AxD: hidden state of each row's last token so far.
+      recurrent: as `KVCache.recurrent`, of these rows: a state has no pages, so it enters the batch with its row.
+    """
+
+    length_A: jax.Array
+    hidden_AxD: jax.Array
+    recurrent: tuple[RecurrentState | None, ...] = ()
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
 def prefill_chunk(
     config: StepConfig,
     weights: Weights,
     state: DecodeState,
     table_AxT: jax.Array,
-    length_A: jax.Array,
+    prefill: Prefill,
     token_AxM: jax.Array,
     count_A: jax.Array,
-    last_hidden_AxD: jax.Array,
-) -> tuple[DecodeState, jax.Array, jax.Array]:
+) -> tuple[DecodeState, Prefill]:
     """Takes up to M prompt tokens of A rows into the pool of `state`, target and drafter layers alike.
 
     The rows lie in the pool's pages `table_AxT` (contiguous layout: a page a row) and need not be rows of
     the batch yet; other rows of the pool are not touched.
 
     Returns:
-      (state, length_A after the chunk, hidden state of each row's last token so far).
+      (state, prefill after the chunk).
     """
     target = config.target.build(weights.target)
     pool = state.cache
-    view = KVCache(pool.k, pool.v, table_AxT, length_A)
+    view = KVCache(pool.k, pool.v, table_AxT, prefill.length_A, prefill.recurrent)
     num_tokens = token_AxM.shape[1]
-    position_AxM = length_A[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    position_AxM = prefill.length_A[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     with config.on_mesh():
         forward = target(token_AxM, position_AxM, view, causal(num_tokens), config.tap_ids)
         view = write(view, forward.block_kv, 0, count_A)
@@ -334,9 +356,10 @@ def prefill_chunk(
     view = advance(view, count_A)
     last_A = jnp.maximum(count_A - 1, 0)[:, None, None]
     hidden_AxD = jnp.take_along_axis(forward.hidden_BxMxD, last_A, axis=1)[:, 0]
-    last_hidden_AxD = jnp.where((count_A > 0)[:, None], hidden_AxD, last_hidden_AxD)
+    hidden_AxD = jnp.where((count_A > 0)[:, None], hidden_AxD, prefill.hidden_AxD)
     state = state.replace(cache=pool.replace(k=view.k, v=view.v))
-    return _pin_state(config, state), *_pin_rows(config, (view.length_B, last_hidden_AxD))
+    rows = _pin_rows(config, Prefill(view.length_B, hidden_AxD))
+    return _pin_state(config, state), rows.replace(recurrent=_pin_recurrent(config, view.recurrent))
 
 
 @struct.dataclass
@@ -346,7 +369,6 @@ class Admission:
     Attributes:
       slot_A: batch row of each; out of range for padding.
       table_AxT: their pages; None in the contiguous layout.
-      length_A: prompt lengths.
       seed_key_A: PRNG keys.
       budget_A: tokens that each may emit in all.
       rules: of these rows.
@@ -354,7 +376,6 @@ class Admission:
 
     slot_A: jax.Array
     table_AxT: jax.Array | None
-    length_A: jax.Array
     seed_key_A: jax.Array
     budget_A: jax.Array
     rules: Rules
@@ -367,20 +388,20 @@ def admit(
     state: DecodeState,
     rules: Rules,
     admission: Admission,
-    last_hidden_AxD: jax.Array,
+    prefill: Prefill,
 ) -> tuple[DecodeState, Rules, Emission]:
     """Puts prefilled rows into the batch and emits the first token of each.
 
     Args:
       rules: of the batch.
-      last_hidden_AxD: hidden state of each admitted row's last prompt token.
+      prefill: of the admitted rows, their prompts whole.
 
     Returns:
       (state, rules, emission [A, 2]).
     """
     target = config.target.build(weights.target)
-    logits_Ax1xV = target.logits(last_hidden_AxD[:, None])
-    key_A = None if config.greedy else round_keys(admission.seed_key_A, admission.length_A - 1)
+    logits_Ax1xV = target.logits(prefill.hidden_AxD[:, None])
+    key_A = None if config.greedy else round_keys(admission.seed_key_A, prefill.length_A - 1)
     nothing, zero_A = Draft(jnp.zeros((logits_Ax1xV.shape[0], 1), jnp.int32)), jnp.zeros_like(admission.slot_A)
     zero_AxV = jnp.zeros(logits_Ax1xV[:, 0].shape, jnp.int32) if config.logits_rules else None
     verdict = _verdict(config, nothing, logits_Ax1xV, causal(1), admission.rules, zero_AxV, key_A, zero_A)
@@ -393,7 +414,8 @@ def admit(
         return x_B.at[admission.slot_A].set(x_A, mode="drop")
 
     cache = cache.replace(
-        length_B=put(cache.length_B, admission.length_A),
+        length_B=put(cache.length_B, prefill.length_A),
+        recurrent=jax.tree.map(put, cache.recurrent, prefill.recurrent),
         page_table_BxT=None if table is None else put(table, admission.table_AxT),
     )
     state = DecodeState(

@@ -27,7 +27,7 @@ from dflash_jax.drafters.contract import Draft, SharedWeights, Verified, scatter
 from dflash_jax.kernels.block_attention import paged_block_attention
 from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages, write
 from dflash_jax.models.attention import causal, fold_heads, stack_kv, two_sided
-from dflash_jax.models.layers import RMSNorm, SwiGLU, dense, param, rope_table, rotate
+from dflash_jax.models.layers import GatedMLP, RMSNorm, dense, param, rope_table, rotate
 from dflash_jax.models.transformer import softcap
 
 
@@ -84,14 +84,14 @@ class DFlashAttention(nnx.Module):
 
 
 class DFlashLayer(nnx.Module):
-    """Attention with injected context, then SwiGLU; the input norm touches the block only."""
+    """Attention with injected context, then a SwiGLU MLP; the input norm touches the block only."""
 
     def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(d, eps, dtype, rngs)
         self.attention = DFlashAttention(config, layer, dtype, rngs)
         self.mlp_norm = RMSNorm(d, eps, dtype, rngs)
-        self.mlp = SwiGLU(d, config.intermediate_size, False, dtype, rngs)
+        self.mlp = GatedMLP(d, config.intermediate_size, False, dtype, rngs)
 
     def finish(self, x_BxMxD: jax.Array, out_BxMxNxH: jax.Array) -> jax.Array:
         """Everything after the attention itself."""

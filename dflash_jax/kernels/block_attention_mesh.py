@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dflash_jax import sharding
 from dflash_jax.kernels.dispatch import mesh_axis
 
 
@@ -50,7 +51,7 @@ def map_over_mesh(
     def attend(q, k, v, table, kb, vb, length, position, visible, sinks) -> jax.Array:
         kv_head_A = None
         if heads != kv_heads:  # query heads are dealt out, KV heads are not
-            local = n // mesh.shape[heads]
+            local = n // sharding.axis_size(mesh, heads)
             run = math.gcd(local, n // g)  # so many neighbours surely share a KV head
             first = jax.lax.axis_index(heads) * local
             kv_head_A = (first + jnp.arange(0, local, run, dtype=jnp.int32)) // (n // g)
@@ -75,7 +76,7 @@ def map_over_mesh(
     if page_table_BxT is None or pages is None:
         return mapped(whole, rows)
 
-    shards = mesh.shape[pages]
+    shards = sharding.axis_size(mesh, pages)
     pages_a_shard, page_size = num_pages // shards, k_PxGxSxH.shape[2]
     holder_BxT = page_table_BxT // pages_a_shard
     used_BxT = jnp.arange(page_table_BxT.shape[1], dtype=jnp.int32)[None] * page_size < length_B[:, None]
@@ -99,7 +100,7 @@ def map_over_mesh(
         split_B = (used_BxT & (holder_BxT != holder_BxT[:, :1])).any(axis=1)
         return jnp.where(split_B[:, None, None, None], jnp.nan, out_BxMxNxV)
 
-    if rows is None:
+    if rows != pages:  # rows that are not cut as the pages are have no home
         return exchange()
     home_B = jnp.arange(b, dtype=jnp.int32) // (b // shards)
     at_home = jnp.where(used_BxT, holder_BxT == home_B[:, None], True).all()

@@ -10,6 +10,7 @@ from dflash_jax import sharding
 REFERENCE = "reference"
 PALLAS = "pallas"
 PALLAS_INTERPRET = "pallas_interpret"
+NATIVE = "native"  # C++ through XLA's foreign function interface, on CPU; `narrow_matmul` alone has it
 
 
 def choose(implementation: str | None, mesh: Mesh | AbstractMesh | None = None) -> str:
@@ -23,7 +24,7 @@ def choose(implementation: str | None, mesh: Mesh | AbstractMesh | None = None) 
       ValueError: `implementation` is no known name.
     """
     if implementation is None:
-        return PALLAS if _platform(mesh) == "tpu" else REFERENCE
+        return PALLAS if platform(mesh) == "tpu" else REFERENCE
     if implementation not in (REFERENCE, PALLAS, PALLAS_INTERPRET):
         raise ValueError(
             f"implementation is {implementation!r}, must be None (by platform), {REFERENCE!r}, {PALLAS!r} or "
@@ -47,14 +48,14 @@ def needs_mapping(mesh: Mesh | AbstractMesh | None) -> bool:
     return mesh is not None and mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def mesh_axis(mesh: Mesh | AbstractMesh, logical: str, *sizes: int) -> str | None:
-    """The mesh axis to cut dimensions of these sizes along; None where one does not divide evenly."""
-    name = sharding.RULES[logical]
-    parts = mesh.shape.get(name, 1)
-    return name if parts > 1 and all(size % parts == 0 for size in sizes) else None
+def mesh_axis(mesh: Mesh | AbstractMesh, logical: str, *sizes: int) -> str | tuple[str, ...] | None:
+    """The mesh axis or axes to cut dimensions of these sizes along; None where none divides evenly."""
+    names = sharding.mesh_axes(mesh, logical, *sizes)
+    return names[0] if len(names) == 1 else names or None
 
 
-def _platform(mesh: Mesh | AbstractMesh | None) -> str:
+def platform(mesh: Mesh | AbstractMesh | None) -> str:
+    """The platform of `mesh`, else of JAX's default backend."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     device = getattr(mesh, "abstract_device", None)

@@ -18,13 +18,29 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.config import DeltaConfig
+from dflash_jax.kernels.delta_rule import RecurrentInputs, RecurrentState, commit, empty_state
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The shape of one layer's rows: KV heads and head dim."""
+    """What one layer caches.
+
+    Attributes:
+      num_kv_heads, head_dim: of its keys; 0 for a recurrent layer.
+      value_dim: of its values; None: head_dim. 0: the values are a part of the keys (latent attention).
+      delta: of a recurrent layer; it has a state a row instead of keys and values.
+    """
 
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    delta: DeltaConfig | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
 @struct.dataclass
@@ -36,12 +52,16 @@ class KVCache:
       v: one `v_PxGxSxH` a layer.
       page_table_BxT: pages of each row in order, or None for the contiguous layout (P == B).
       length_B: committed rows of each batch row. Slots at or beyond it hold garbage that no one reads.
+      recurrent: empty where no layer is recurrent; else one entry a target layer, the state after the committed
+        tokens of a recurrent layer and None of the others, whose k and v then have no heads. States belong to
+        batch rows, not to pages.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     page_table_BxT: jax.Array | None
     length_B: jax.Array
+    recurrent: tuple[RecurrentState | None, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -56,10 +76,15 @@ class KVCache:
 
 @struct.dataclass
 class BlockKV:
-    """Keys and values of a block of M tokens, not (yet) committed: one `k_BxGxMxH` a layer."""
+    """Keys and values of a block of M tokens, not (yet) committed: one `k_BxGxMxH` a layer.
+
+    Attributes:
+      recurrent: as in `KVCache`, what a recurrent layer's state takes in of each token.
+    """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+    recurrent: tuple[RecurrentInputs | None, ...] = ()
 
 
 def pages(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -87,7 +112,8 @@ def write(cache: KVCache, rows: BlockKV, first_layer: int, count_B: jax.Array) -
     """Writes the first count_B of M rows behind each row's committed length; length stays as it is.
 
     `rows` holds layers first_layer, first_layer + 1, ... Rows at or beyond count_B, and rows beyond the
-    capacity, are dropped: rejected and padded tokens never reach memory.
+    capacity, are dropped: rejected and padded tokens never reach memory. Recurrent states take in the first
+    count_B tokens (see `delta_rule.commit`); a round calls this once with the target's rows.
     """
     num_rows = rows.k[0].shape[2]
     slot_M = jnp.arange(num_rows, dtype=jnp.int32)
@@ -104,6 +130,8 @@ def write(cache: KVCache, rows: BlockKV, first_layer: int, count_B: jax.Array) -
     in_page_BxM = position_BxM % page_size
 
     def put(x_PxGxSxH: jax.Array, rows_BxGxMxH: jax.Array) -> jax.Array:
+        if not x_PxGxSxH.size:  # of a recurrent layer, or values that are a part of the keys
+            return x_PxGxSxH
         rows_BxMxGxH = rows_BxGxMxH.transpose(0, 2, 1, 3).astype(x_PxGxSxH.dtype)
         return x_PxGxSxH.at[page_BxM, :, in_page_BxM].set(rows_BxMxGxH, mode="drop")
 
@@ -111,7 +139,13 @@ def write(cache: KVCache, rows: BlockKV, first_layer: int, count_B: jax.Array) -
     for i, (k_rows, v_rows) in enumerate(zip(rows.k, rows.v, strict=True)):
         k[first_layer + i] = put(k[first_layer + i], k_rows)
         v[first_layer + i] = put(v[first_layer + i], v_rows)
-    return cache.replace(k=tuple(k), v=tuple(v))
+    recurrent = cache.recurrent
+    if rows.recurrent:
+        recurrent = tuple(
+            None if state is None else commit(state, inputs, count_B)
+            for state, inputs in zip(cache.recurrent, rows.recurrent, strict=True)
+        )
+    return cache.replace(k=tuple(k), v=tuple(v), recurrent=recurrent)
 
 
 def advance(cache: KVCache, count_B: jax.Array) -> KVCache:
@@ -121,6 +155,18 @@ def advance(cache: KVCache, count_B: jax.Array) -> KVCache:
 
 def abstract_layers(
     specs: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: jnp.dtype
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of one side (k or v) of a cache with these layers."""
-    return tuple(jax.ShapeDtypeStruct((num_pages, s.num_kv_heads, page_size, s.head_dim), dtype) for s in specs)
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Shapes of the keys and of the values of a cache with these layers."""
+    return tuple(
+        tuple(
+            jax.ShapeDtypeStruct((num_pages, spec.num_kv_heads, page_size, spec.widths[side]), dtype) for spec in specs
+        )
+        for side in (0, 1)
+    )
+
+
+def empty_states(specs: Sequence[LayerSpec], batch: int, dtype: jnp.dtype) -> tuple[RecurrentState | None, ...]:
+    """`KVCache.recurrent` before the first token; empty where no layer is recurrent."""
+    if not any(spec.delta for spec in specs):
+        return ()
+    return tuple(empty_state(spec.delta, batch, dtype) if spec.delta else None for spec in specs)

@@ -1,17 +1,23 @@
-"""The dense decoder-only target: Llama, Mistral, Qwen2/2.5, Qwen3 by configuration."""
+"""The decoder-only target: every family by configuration (docs/targets.md lists them)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import LINEAR, TargetConfig
+from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages
 from dflash_jax.models.attention import Attention, BlockContext, stack_kv
-from dflash_jax.models.layers import RMSNorm, SwiGLU, dense, param, rope_table
+from dflash_jax.models.layers import GatedMLP, RMSNorm, dense, param
+
+# (k_PxGxSxH, v_PxGxSxH, page_table_BxT or None) or a RecurrentState going in, (k_BxGxMxH, v_BxGxMxH) or
+# RecurrentInputs coming out.
+LayerRows = Any
 
 
 @struct.dataclass
@@ -30,19 +36,53 @@ class Forward:
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and SwiGLU, each with its residual."""
+    """Attention (of one of four kinds) and MLP (dense, experts), each pre-normed and with its residual."""
 
     def __init__(self, config: TargetConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        d, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(d, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
-        self.mlp_norm = RMSNorm(d, eps, dtype, rngs)
-        self.mlp = SwiGLU(d, config.intermediate_size, config.mlp_bias, dtype, rngs)
+        d, kind, experts = config.hidden_size, config.layer_types[layer], config.moe
 
-    def __call__(self, x_BxMxD, layer_pages, block):
-        attended_BxMxD, kv = self.attention(self.attention_norm(x_BxMxD), layer_pages, block)
+        def norm() -> RMSNorm:
+            return RMSNorm(d, config.rms_norm_eps, dtype, rngs, config.norm_offset)
+
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.is_recurrent = kind == LINEAR
+        if self.is_recurrent:
+            from dflash_jax.models.delta_net import DeltaNet
+
+            self.attention = DeltaNet(config, layer, dtype, rngs)
+        elif config.latent is not None:
+            from dflash_jax.models.latent_attention import LatentAttention
+
+            self.attention = LatentAttention(config, layer, dtype, rngs)
+        else:
+            self.attention = Attention(config, layer, dtype, rngs)
+        if experts is not None and layer in experts.layers:
+            from dflash_jax.models.moe import MoE
+
+            self.moe, self.mlp = MoE(config, dtype, rngs), None
+        else:
+            self.moe, self.mlp = None, GatedMLP(
+                d, config.intermediate_size, config.mlp_bias, dtype, rngs, config.activation, config.activation_limit
+            )  # fmt: skip
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
+        self.layer_scale_1 = param(rngs, (1,), (None,), dtype) if config.layer_scale else None
+
+    def __call__(self, x_BxMxD: jax.Array, rows: LayerRows, block: BlockContext) -> tuple[jax.Array, LayerRows]:
+        """(output, what the M tokens add to the layer's cache). `rows`: pages, or a recurrent state."""
+        arguments = (rows,) if self.is_recurrent else (rows, block)
+        attended_BxMxD, new_rows = self.attention(self.attention_norm(x_BxMxD), *arguments)
+        if self.attention_post_norm is not None:
+            attended_BxMxD = self.attention_post_norm(attended_BxMxD)
         x_BxMxD = x_BxMxD + attended_BxMxD
-        return x_BxMxD + self.mlp(self.mlp_norm(x_BxMxD)), kv
+        inner_BxMxD = self.mlp_norm(x_BxMxD)
+        inner_BxMxD = self.mlp(inner_BxMxD) if self.moe is None else self.moe(inner_BxMxD)
+        if self.mlp_post_norm is not None:
+            inner_BxMxD = self.mlp_post_norm(inner_BxMxD)
+        x_BxMxD = x_BxMxD + inner_BxMxD
+        if self.layer_scale_1 is not None:
+            x_BxMxD = x_BxMxD * self.layer_scale_1[...][None, None]
+        return x_BxMxD, new_rows
 
 
 class Transformer(nnx.Module):
@@ -58,7 +98,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding_VxD = param(rngs, (v, d), ("vocab", "embed"), dtype, d)
         self.layers = nnx.List([DecoderLayer(config, i, dtype, rngs) for i in range(config.num_layers)])
-        self.norm = RMSNorm(d, config.rms_norm_eps, dtype, rngs)
+        self.norm = RMSNorm(d, config.rms_norm_eps, dtype, rngs, config.norm_offset)
         needs_head = own_head or not config.tie_embeddings
         self.head_DxV = param(rngs, (d, v), ("embed", "vocab"), dtype, d) if needs_head else None
 
@@ -79,19 +119,20 @@ class Transformer(nnx.Module):
           tap_ids: 0-based layers whose output is returned.
         """
         x_BxMxD = self.embed(token_BxM)
-        block = BlockContext(
-            position_BxM, cache.length_B, visibility,
-            rope_table(self.config.rope, self.config.head_dim, position_BxM),
-        )  # fmt: skip
-        taps, pairs = {}, []
+        block = BlockContext(position_BxM, cache.length_B, visibility)
+        taps, kv, recurrent = {}, [], []
         for i, layer in enumerate(self.layers):
+            is_recurrent = self.config.layer_types[i] == LINEAR
             with jax.named_scope(f"layer_{i}"):
-                x_BxMxD, kv = layer(x_BxMxD, pages(cache, i), block)
-            pairs.append(kv)
+                rows = cache.recurrent[i] if is_recurrent else pages(cache, i)
+                x_BxMxD, new_rows = layer(x_BxMxD, rows, block)
+            kv.append(no_rows(token_BxM.shape, x_BxMxD.dtype) if is_recurrent else new_rows)
+            recurrent.append(new_rows if is_recurrent else None)
             if i in tap_ids:
                 taps[i] = x_BxMxD
         taps_BxMxTD = jnp.concatenate([taps[i] for i in tap_ids], axis=-1) if tap_ids else None
-        return Forward(self.norm(x_BxMxD), taps_BxMxTD, BlockKV(*stack_kv(pairs)))
+        block_kv = BlockKV(*stack_kv(kv), recurrent=tuple(recurrent) if self.config.is_recurrent else ())
+        return Forward(self.norm(x_BxMxD), taps_BxMxTD, block_kv)
 
     def embed(self, token_BxM: jax.Array) -> jax.Array:
         """Token embeddings [B, M, D], scaled as the family does."""
@@ -103,8 +144,12 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden_BxMxD: jax.Array) -> jax.Array:
         """Float32 logits [B, M, V] of normed hidden states."""
-        kernel = self.embedding_VxD[...].T if self.head_DxV is None else self.head_DxV[...]
-        logits_BxMxV = dense(hidden_BxMxD, kernel).astype(jnp.float32)
+        if self.head_DxV is None:
+            # XLA multiplies with the table as it lies; for the native kernel it would turn it at every call.
+            logits_BxMxV = dense(hidden_BxMxD, self.embedding_VxD[...].T, implementation=dispatch.REFERENCE)
+        else:
+            logits_BxMxV = dense(hidden_BxMxD, self.head_DxV[...])
+        logits_BxMxV = logits_BxMxV.astype(jnp.float32)
         return softcap(logits_BxMxV, self.config.final_logit_softcap)
 
 
@@ -114,5 +159,19 @@ def softcap(logits: jax.Array, cap: float | None) -> jax.Array:
 
 
 def layer_specs(config: TargetConfig) -> tuple[LayerSpec, ...]:
-    """The cache layers that a target needs."""
-    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+    """The cache layers that a target needs, one a decoder layer."""
+
+    def spec(layer: int) -> LayerSpec:
+        if config.layer_types[layer] == LINEAR:
+            return LayerSpec(0, 0, delta=config.delta)
+        if config.latent is not None:
+            return LayerSpec(1, config.latent.kv_rank + config.latent.rope_dim, value_dim=0)
+        return LayerSpec(*config.kv_shape(layer))
+
+    return tuple(spec(layer) for layer in range(config.num_layers))
+
+
+def no_rows(shape: tuple[int, int], dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of a layer that has none, [B, 0, M, 0] each."""
+    empty = jnp.zeros((shape[0], 0, shape[1], 0), dtype)
+    return empty, empty

@@ -181,7 +181,7 @@ def test_real_tokenizer(real_file):
 @pytest.mark.slow
 def test_real_model_answers(real_path):
     target = load_target(smollm2.SOURCE, dtype=jnp.float32)
-    length, shapes = 64, abstract_layers(layer_specs(target.config), 1, 8, jnp.float32)
+    length, shapes = 64, abstract_layers(layer_specs(target.config), 1, 8, jnp.float32)[0]
 
     @jax.jit
     def next_token(params, token_BxM, last):

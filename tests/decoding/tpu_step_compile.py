@@ -8,6 +8,7 @@ because libtpu, once loaded, stays.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -25,10 +26,12 @@ from jax.sharding import Mesh
 from dflash_jax import sharding
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.decoding.cache import POOL_AXES
+from dflash_jax.decoding.logits_rules import LOGITS_AXES, LogitsRules
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.step import (
     Admission,
     DecodeState,
+    Prefill,
     Rules,
     Skeleton,
     StepConfig,
@@ -97,17 +100,22 @@ def programs(mesh: Mesh, page_size: int | None):
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
     keys = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.named_sharding(mesh, ("batch",), key.shape))
     state = DecodeState(KVCache(pool, pool, table, rows()), rows(), keys, rows())
-    hidden = array((BATCH, HIDDEN), jnp.bfloat16, "batch")
-    admission = Admission(rows(), table, rows(), keys, rows(), rules(BATCH))
+    prefill = Prefill(rows(), array((BATCH, HIDDEN), jnp.bfloat16, "batch"))
+    admission = Admission(rows(), table, keys, rows(), rules(BATCH))
     chunk_table = array((BATCH, pages), jnp.int32, "batch")
     chunk = array((BATCH, CHUNK), jnp.int32, "batch")
     if page_size is None:
         yield "step, contiguous", step, (config, weights, state, rules(BATCH))
+        wide = [array((BATCH, VOCAB), dtype, *LOGITS_AXES) for dtype in (jnp.float32, jnp.bool, jnp.int32)]
+        floats = rows(jnp.float32)
+        bent = rules(BATCH).replace(logits=LogitsRules(floats, floats, floats, *wide[:2]))
+        counting = dataclasses.replace(config, logits_rules=True), weights, state.replace(count_BxV=wide[2]), bent
+        yield "step with logits rules, contiguous", step, counting
         return
     pause = jax.ShapeDtypeStruct((), jnp.bool)
     yield "several steps, paged", steps, (config, 4, weights, state, rules(BATCH), pause)
-    yield "prefill, paged", prefill_chunk, (config, weights, state, chunk_table, rows(), chunk, rows(), hidden)
-    yield "admission, paged", admit, (config, weights, state, rules(BATCH), admission, hidden)
+    yield "prefill, paged", prefill_chunk, (config, weights, state, chunk_table, prefill, chunk, rows())
+    yield "admission, paged", admit, (config, weights, state, rules(BATCH), admission, prefill)
 
 
 def main(topology_name: str) -> None:

@@ -33,7 +33,7 @@ def toy_target():
 
 def taps_of(target, tap_ids):
     model = nnx.merge(target.graphdef, target.params)
-    shapes = abstract_layers(layer_specs(target.config), 1, 8, jnp.float32)
+    shapes = abstract_layers(layer_specs(target.config), 1, 8, jnp.float32)[0]
     empty = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
     cache = KVCache(empty, empty, None, jnp.zeros(1, jnp.int32))
     token_BxM = jnp.asarray([[3, 1, 4]], jnp.int32)

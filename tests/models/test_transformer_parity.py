@@ -76,11 +76,11 @@ def empty_cache(config: TargetConfig, capacity: int, paged: bool) -> KVCache:
     page_size = 4
     num_pages = -(-capacity // page_size)
     if paged:
-        shapes = abstract_layers(layer_specs(config), num_pages, page_size, jnp.float32)
+        shapes = abstract_layers(layer_specs(config), num_pages, page_size, jnp.float32)[0]
         # Pages out of order: nothing may rely on neighbours in memory.
         table = jnp.asarray(np.random.default_rng(0).permutation(num_pages)[None], jnp.int32)
     else:
-        shapes, table = abstract_layers(layer_specs(config), 1, capacity, jnp.float32), None
+        shapes, table = abstract_layers(layer_specs(config), 1, capacity, jnp.float32)[0], None
 
     def side() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
