@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.decoding.step import StepConfig, Weights
 from dflash_jax.evaluation.methods import EngineMethod
@@ -32,8 +33,11 @@ class Difference:
       index: of the token in the answer.
       plain_token, other_token: what the two chose; None where the answer had ended.
       best_tokens, best_logits: plain decoding's two best there, best first.
-      ulps: their distance in units in the last place of the run's dtype.
-      near_tie: whether rounding excuses the difference, and the other one chose one of the two.
+      other_logit: plain decoding's logit of other_token.
+      ulps: distance of the best logit and other_logit (of the two best, if there is none) in units in the last place
+        of the run's dtype.
+      near_tie: whether rounding excuses the difference: both chose tokens whose logits are that close to the best. The
+        two best then are, too; of three that tie, any two may have been chosen.
     """
 
     index: int
@@ -41,6 +45,7 @@ class Difference:
     other_token: int | None
     best_tokens: tuple[int, int]
     best_logits: tuple[float, float]
+    other_logit: float | None
     ulps: float
     near_tie: bool
 
@@ -54,15 +59,32 @@ def explain(
     index: int,
 ) -> Difference:
     """Decodes plainly up to the first difference again and looks at the logits there."""
-    tokens, logits = best_two(plain, prompt_ids, max_tokens, index)
+    logit_V = logits_behind(plain, prompt_ids, max_tokens, index)
+    best, second = np.argsort(-logit_V, stable=True)[:2].tolist()  # of equal ones the lowest id, as in decoding
     plain_token = plain_ids[index] if index < len(plain_ids) else None
     other_token = other_ids[index] if index < len(other_ids) else None
     dtype = jnp.dtype(plain.target.dtype)
-    distance = ulps(logits[0], logits[1], dtype)
-    margin = logits[0] - logits[1]
-    close = margin < MAX_MARGIN_FLOAT32 if dtype == jnp.float32 else distance <= MAX_ULPS
-    near_tie = close and {plain_token, other_token} == set(tokens)
-    return Difference(index, plain_token, other_token, tokens, logits, distance, near_tie)
+
+    def distance(token: int) -> float:
+        return ulps(float(logit_V[best]), float(logit_V[token]), dtype)
+
+    def close(token: int | None) -> bool:
+        if token is None:
+            return False
+        if dtype == jnp.float32:
+            return float(logit_V[best]) - float(logit_V[token]) < MAX_MARGIN_FLOAT32
+        return distance(token) <= MAX_ULPS
+
+    return Difference(
+        index=index,
+        plain_token=plain_token,
+        other_token=other_token,
+        best_tokens=(best, second),
+        best_logits=(float(logit_V[best]), float(logit_V[second])),
+        other_logit=None if other_token is None else float(logit_V[other_token]),
+        ulps=distance(second if other_token is None else other_token),
+        near_tie=close(plain_token) and close(other_token),
+    )
 
 
 def ulps(a: float, b: float, dtype: jnp.dtype) -> float:
@@ -72,10 +94,8 @@ def ulps(a: float, b: float, dtype: jnp.dtype) -> float:
     return abs(a - b) / 2.0 ** (exponent - jnp.finfo(dtype).nmant)
 
 
-def best_two(
-    plain: EngineMethod, prompt_ids: Sequence[int], max_tokens: int, index: int
-) -> tuple[tuple[int, int], tuple[float, float]]:
-    """(tokens, logits) of the two best behind `index` tokens of plain decoding's answer, best first.
+def logits_behind(plain: EngineMethod, prompt_ids: Sequence[int], max_tokens: int, index: int) -> np.ndarray:
+    """Next logits [V], float32, behind `index` tokens of plain decoding's answer.
 
     Computed by the one-token program over the very cache that plain decoding has there.
     """
@@ -88,15 +108,12 @@ def best_two(
     if index == 0:
         # Behind the prompt: its last token is the root, over the cache rows before it.
         cache, root_B = cache.replace(length_B=cache.length_B - 1), jnp.full_like(root_B, prompt_ids[-1])
-    logits_2, tokens_2 = _top_two(engine.config, engine.weights, cache, root_B)
-    return (int(tokens_2[0]), int(tokens_2[1])), (float(logits_2[0]), float(logits_2[1]))
+    return np.asarray(_next_logits(engine.config, engine.weights, cache, root_B))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _top_two(
-    config: StepConfig, weights: Weights, cache: KVCache, root_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The two best next logits of row 0 and their tokens."""
+def _next_logits(config: StepConfig, weights: Weights, cache: KVCache, root_B: jax.Array) -> jax.Array:
+    """Row 0's next logits [V]."""
     target = config.target.build(weights.target)
     forward = target(root_B[:, None], cache.length_B[:, None], cache, causal(1), ())
-    return jax.lax.top_k(target.logits(forward.hidden_BxMxD)[0, 0], 2)
+    return target.logits(forward.hidden_BxMxD)[0, 0].astype(jnp.float32)

@@ -6,16 +6,21 @@ import dataclasses
 import json
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from tiny_benchmark import MAX_TOKENS, golden_prompt, pair, prompts, setup
 
 from dflash_jax.config import ConfigError
 from dflash_jax.decoding.generate import generate
 from dflash_jax.evaluation import near_ties
 from dflash_jax.evaluation.methods import PLAIN, EngineMethod
-from dflash_jax.evaluation.near_ties import best_two, explain, ulps
+from dflash_jax.evaluation.near_ties import explain, logits_behind, ulps
 from dflash_jax.evaluation.records import Record, RecordFile
 from dflash_jax.evaluation.runner import BenchmarkConfig, order, own_methods, run
+from dflash_jax.models.whole_rows import forward_rows
 
 BLOCKS = (3, 4)
 
@@ -179,10 +184,14 @@ def test_b39_a_wrong_decoder_is_found_out(methods, tmp_path):
 def test_b39_the_logits_looked_at_are_those_of_plain_decoding(methods):
     plain = methods[0]
     answer = plain.answer(golden_prompt(), MAX_TOKENS).token_ids
+    target, start = pair()[0], len(golden_prompt()) - 1
+    model = nnx.merge(target.graphdef, target.params)
+    row = jnp.asarray([[*golden_prompt(), *answer]])
+    expected_MxV = jax.jit(lambda row: model.logits(forward_rows(model, row, ()).hidden_BxMxD)[0])(row)
     for index in (0, 1, 2, 11, MAX_TOKENS - 1):
-        tokens, logits = best_two(plain, golden_prompt(), MAX_TOKENS, index)
-        assert tokens[0] == answer[index]
-        assert tokens[0] != tokens[1] and logits[0] >= logits[1]
+        logit_V = logits_behind(plain, golden_prompt(), MAX_TOKENS, index)
+        assert logit_V.argmax() == answer[index]
+        np.testing.assert_allclose(logit_V, expected_MxV[start + index], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +201,24 @@ def test_b39_the_logits_looked_at_are_those_of_plain_decoding(methods):
         ("bfloat16", (20.0, 19.625), (5, 7), False),
         ("bfloat16", (20.0, 19.875), (5, 8), False),  # not the second best token
         ("bfloat16", (20.0, 20.0), (7, 5), True),
+        ("bfloat16", (20.0, 19.875, 19.75), (7, 9), True),  # three that tie
+        ("bfloat16", (20.0, 19.875, 19.625), (7, 9), False),
+        ("bfloat16", (20.0, 19.875, 19.625), (9, 7), False),
         ("float32", (20.0, 19.999995), (5, 7), True),
         ("float32", (20.0, 19.9999), (5, 7), False),
     ],
 )
 def test_b39_what_excuses_a_difference(dtype, logits, chosen, near_tie, methods, monkeypatch):
-    monkeypatch.setattr(near_ties, "best_two", lambda *_: ((5, 7), logits))
+    logit_V = np.zeros(10, np.float32)
+    logit_V[[5, 7, 9][: len(logits)]] = logits
+    monkeypatch.setattr(near_ties, "logits_behind", lambda *_: logit_V)
     plain = EngineMethod.__new__(EngineMethod)
     plain.target = dataclasses.replace(pair()[0], dtype=dtype)
     found = explain(plain, [1], 4, [1, chosen[0]], [1, chosen[1]], 1)
     assert found.near_tie is near_tie
     assert (found.plain_token, found.other_token) == chosen
+    assert found.best_tokens == (5, 7) and found.best_logits == tuple(np.float32(x) for x in logits[:2])
+    assert found.other_logit == logit_V[chosen[1]]
 
 
 def test_b39_answers_that_end_differ_too(methods):
