@@ -57,7 +57,7 @@ def map_over_mesh(
             kv_head_A = (first + jnp.arange(0, local, run, dtype=jnp.int32)) // (n // g)
         return kernel(q, k, v, table, kb, vb, length, position, visible, sinks, kv_head_A)
 
-    def mapped(body: Callable[..., jax.Array], rows: str | None) -> jax.Array:
+    def mapped(body: Callable[..., jax.Array], rows: str | tuple[str, ...] | None) -> jax.Array:
         row_visibility = P(rows, None, None) if visibility.ndim == 3 else P(None, None)
         specs = (
             P(rows, None, heads, None), P(pages, kv_heads, None, None), P(pages, kv_heads, None, None),

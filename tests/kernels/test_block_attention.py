@@ -306,7 +306,8 @@ class TestDispatch:
         assert dispatch.choose(None) == "reference"  # these tests run on CPU
         assert dispatch.choose(None, sharding.make_mesh(2, 2)) == "reference"
         with jax.set_mesh(sharding.make_mesh(2, 2)):
-            assert dispatch.context_mesh(None).shape == {"data": 2, "tensor": 2}
+            found = dispatch.context_mesh(None)
+            assert (found.shape["data"], found.shape["tensor"]) == (2, 2)
         assert dispatch.context_mesh(None) is None
 
     def test_unknown_name(self):
@@ -372,6 +373,17 @@ class TestMesh:
         arrays, keywords = block_inputs(dataclasses.replace(self.CASE, batch=1, pages=7, lengths=(25,)))
         arrays = (*arrays[:3], jnp.asarray([[5, 4]], jnp.int32), *arrays[4:])  # a prefill
         assert_close(kernel(self.place(arrays, mesh), keywords, mesh), reference(arrays, keywords))
+
+    @pytest.mark.parametrize("batch", [4, 2])
+    def test_rows_and_pages_over_two_axes(self, batch):
+        # Two rows are cut by one axis only, their pages by both: every shard then goes over all rows.
+        mesh = sharding.make_mesh(2, 2, fsdp=2)
+        arrays, keywords = self.paged_inputs([[1, 0], [2, 3], [5, 4], [6, 7]])
+        q, k, v, table, *block = arrays
+        arrays = q[:batch], k, v, table[:batch], *(x[:batch] for x in block)
+        keywords = keywords | {name: keywords[name][:batch] for name in ("length_B", "position_BxM")}
+        out = kernel(self.place(arrays, mesh), keywords, mesh)
+        assert_close(out, reference(arrays, keywords))
 
     def test_contiguous(self, mesh):
         arrays, keywords = block_inputs(dataclasses.replace(self.CASE, page_size=40, pages=None, lengths=None))
