@@ -27,6 +27,10 @@ def get_config() -> ConfigDict:
     config.generation.top_p = 1.0
     config.generation.top_k = 0
     config.generation.min_p = 0.0
+    config.generation.presence_penalty = 0.0
+    config.generation.frequency_penalty = 0.0
+    config.generation.repetition_penalty = 1.0
+    config.generation.logit_bias = {}  # {token id: number}
     config.generation.seed = 0
     config.generation.chat_template = True
     config.generation.chat_template_kwargs = ConfigDict()

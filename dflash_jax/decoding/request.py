@@ -86,8 +86,11 @@ def check_request(request: Request, index: int, max_length: int, vocab_size: int
     _check_ids(request.stop_token_ids, f"stop_token_ids of {where} hold", vocab_size)
 
 
-def check_logit_bias(logit_bias: Any, what: str, vocab_size: int) -> None:
+def check_logit_bias(logit_bias: Any, what: str, vocab_size: int | None) -> None:
     """Checks the bias of one request; `what` says in the message what it is.
+
+    Args:
+      vocab_size: None where no target is loaded yet.
 
     Raises:
       ValueError: it is no mapping, an id is none of the vocabulary's, a value is out of range or no number, or no
@@ -109,7 +112,8 @@ def check_logit_bias(logit_bias: Any, what: str, vocab_size: int) -> None:
         raise ValueError(f"{what} forbids all {vocab_size} tokens; leave one to answer with")
 
 
-def _check_ids(ids: Iterable[int], what: str, vocab_size: int) -> None:
+def _check_ids(ids: Iterable[int], what: str, vocab_size: int | None) -> None:
     for token in ids:
-        if not is_whole(token) or not 0 <= token < vocab_size:
-            raise ValueError(f"{what} {token!r}, ids must be whole numbers in [0, {vocab_size})")
+        if not is_whole(token) or token < 0 or (vocab_size is not None and token >= vocab_size):
+            bound = "whole numbers >= 0" if vocab_size is None else f"whole numbers in [0, {vocab_size})"
+            raise ValueError(f"{what} {token!r}, ids must be {bound}")

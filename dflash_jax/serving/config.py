@@ -10,6 +10,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from dflash_jax.config import ConfigError, from_config_dict
+from dflash_jax.decoding.request import PENALTIES, check_logit_bias
+from dflash_jax.decoding.sampling import FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class GenerationSection:
     Attributes:
       max_tokens: the most tokens of an answer.
       temperature, top_p, top_k, min_p: sampling; 0, 1, 0, 0 mean off, temperature 0 is greedy.
+      presence_penalty, frequency_penalty, repetition_penalty: as in `generate`; 0, 0, 1 mean off.
+      logit_bias: {token id: number}; ids may be texts, as JSON has them.
       seed: of the sampling; turn i of a chat uses seed + i.
       chat_template: False gives the prompt to the model as it is.
       chat_template_kwargs: options that the template reads, such as enable_thinking.
@@ -55,6 +59,10 @@ class GenerationSection:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int | str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
     chat_template: bool = True
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,6 +76,24 @@ class GenerationSection:
         _check("generation.top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]; 1 switches top-p off")
         _check("generation.top_k", self.top_k, lambda k: k >= -1, "at least 1; 0 or -1 switches top-k off")
         _check("generation.min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]; 0 switches min-p off")
+        for name in PENALTIES:
+            _check(f"generation.{name}", getattr(self, name), *FIELDS[name])
+        self.bias()
+
+    def bias(self, vocab_size: int | None = None) -> dict[int, float]:
+        """`logit_bias` with whole numbers for ids.
+
+        Raises:
+          ConfigError: it is no mapping, an id is none (of the vocabulary, if its size is given), or a value can not be.
+        """
+        bias = self.logit_bias
+        if isinstance(bias, Mapping):
+            bias = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias[key] for key in bias}
+        try:
+            check_logit_bias(bias, "generation.logit_bias", vocab_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return bias
 
 
 @dataclasses.dataclass(frozen=True)

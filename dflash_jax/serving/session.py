@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Session:
       options: the drafter's run-time options.
 
     Raises:
-      ConfigError: block_size does not suit the drafter, or texts are to be answered without a tokenizer.
+      ConfigError: block_size does not suit the drafter, logit_bias names an id that the target has not, or texts are
+        to be answered without a tokenizer.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Session:
                 f"{drafter.block_size}; set it to at most that, or to None"
             )
         self.target, self.drafter, self.generation, self.options = target, drafter, generation, options
+        self._logit_bias = generation.bias(target.config.vocab_size)
         self._engines: dict[tuple[str, int], Engine] = {}
 
     def block_size(self, mode: str) -> int:
@@ -88,8 +91,9 @@ class Session:
             )
         g = self.generation
         return Request(
-            prompt_ids, g.max_tokens, g.temperature, g.top_k, g.top_p, g.min_p, g.seed + turn, self.target.eos_token_ids
-        )
+            prompt_ids, g.max_tokens, g.temperature, g.top_k, g.top_p, g.min_p, g.seed + turn,
+            self.target.eos_token_ids, g.presence_penalty, g.frequency_penalty, g.repetition_penalty, self._logit_bias,
+        )  # fmt: skip
 
     def is_prepared(self, mode: str, request: Request) -> bool:
         """Whether the programs that this request needs are compiled."""
@@ -106,11 +110,13 @@ class Session:
                 block_size=self.block_size(mode),
                 greedy=self.generation.temperature < MIN_TEMPERATURE,
                 proposal=self.options.proposal,
+                logits_rules=bool(request.logits_rules()),
             )
             # Two rounds at least: the second runs on what the first left, in the layout it left it in.
             size = min(2 * engine.block_size + 1, key[1] - 1)
-            rehearsal = Request(list(request.prompt_ids[:1]), size, request.temperature, request.top_k, request.top_p,
-                                request.min_p)  # fmt: skip
+            rehearsal = dataclasses.replace(
+                request, prompt_ids=list(request.prompt_ids[:1]), max_tokens=size, stop_token_ids=()
+            )
             for _ in engine.run([rehearsal]):
                 pass
             self._engines[key] = engine

@@ -24,7 +24,7 @@ def test_the_counter_counts():
     assert compilations.count >= 1
 
 
-def traffic(seed: int, count: int, sampled: bool) -> list[Request]:
+def traffic(seed: int, count: int, sampled: bool, bent: bool = False) -> list[Request]:
     rng = np.random.default_rng(seed)
     prompts = mixed_prompts(rng.integers(1, 100, count), 15, seed)
     return [
@@ -33,9 +33,20 @@ def traffic(seed: int, count: int, sampled: bool) -> list[Request]:
             temperature=float(rng.choice([0.0, 0.3, 1.5])) if sampled else 0.0,
             top_k=int(rng.integers(0, 20)), top_p=float(rng.uniform(0.1, 1)), min_p=float(rng.uniform(0, 0.5)),
             seed=int(rng.integers(2**63)), stop_token_ids=rng.integers(0, 16, rng.integers(0, 9)).tolist(),
+            **(rules(rng) if bent else {}),
         )
         for prompt in prompts
     ]  # fmt: skip
+
+
+def rules(rng: np.random.Generator) -> dict:
+    """Some of the rules that bend logits, or none."""
+    values = {
+        "presence_penalty": float(rng.uniform(-2, 2)), "frequency_penalty": float(rng.uniform(-2, 2)),
+        "repetition_penalty": float(rng.uniform(0.5, 2)),
+        "logit_bias": {int(t): float(rng.normal()) for t in rng.integers(0, 16, rng.integers(1, 9))},
+    }  # fmt: skip
+    return {name: value for name, value in values.items() if rng.random() < 0.5}
 
 
 def test_b89_an_engine_compiles_a_fixed_few_programs():
@@ -50,6 +61,16 @@ def test_b89_an_engine_compiles_a_fixed_few_programs():
     with CountCompilations() as compilations:
         for seed in range(1, 6):
             run(engine, traffic(seed, 12, sampled=True))
+    assert compilations.count == 0
+
+
+def test_b89_bias_and_penalties_come_and_go_in_the_same_programs():
+    engine = Engine(*pair(), batch=4, max_length=128, greedy=False, logits_rules=True)
+    for count in (1, 2, 4):
+        run(engine, traffic(0, count, sampled=True))
+    with CountCompilations() as compilations:
+        for seed in range(1, 4):
+            run(engine, traffic(seed, 12, sampled=True, bent=True))
     assert compilations.count == 0
 
 

@@ -121,6 +121,31 @@ def test_b18_a_refilled_row_is_a_fresh_one():
         assert run(golden_engine(1), [request]) == [alone()[i]]
 
 
+def test_a_penalty_that_comes_amid_a_batch_disturbs_nobody():
+    """Its neighbours say, round by round, what they say in an engine that has no rules for logits."""
+    engine = golden_engine(4, logits_rules=True)
+    forbidden = alone()[13].token_ids[0]
+    rules = {"frequency_penalty": 1.5, "repetition_penalty": 1.3, "logit_bias": {forbidden: -np.inf}}
+    bent = dataclasses.replace(requests()[13], max_tokens=17, **rules)
+    [expected] = run(golden_engine(1, logits_rules=True), [bent])
+    assert forbidden not in expected.token_ids
+    events = engine.admit([(0, requests()[0]), (1, requests()[1])])
+    events += engine.round()
+    events += engine.admit([(2, bent), (3, requests()[3])])
+    while engine.active_rows:
+        events += engine.round()
+    assert collect(events, 4) == [alone()[0], alone()[1], expected, alone()[3]]
+    assert run(engine, [bent, *requests()[:9], bent]) == [expected, *alone()[:9], expected]  # places taken again
+
+
+@pytest.mark.parametrize("lookahead, rounds_per_call", [(2, 1), (1, 3)])
+def test_calls_in_flight_count_alike(lookahead, rounds_per_call):
+    bent = [dataclasses.replace(r, presence_penalty=0.7, frequency_penalty=0.6) for r in requests()[:9]]
+    expected = run(golden_engine(4, logits_rules=True), bent)
+    engine = golden_engine(4, logits_rules=True, lookahead=lookahead, rounds_per_call=rounds_per_call)
+    assert run(engine, bent + bent) == expected * 2
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 16, 36, 37])
 def test_b64_prompts_in_chunks(chunk):
     [prompt] = mixed_prompts([37], VOCAB, seed=9)
@@ -285,6 +310,8 @@ def test_admission_is_all_or_nothing():
         engine.admit([(0, asked[1])])
     with pytest.raises(ValueError, match=r"temperature of prompt 1 is 0\.5 in a greedy engine"):
         engine.admit([(1, Request([1], 3, temperature=0.5))])
+    with pytest.raises(ValueError, match=r"frequency_penalty of prompt 1 is 0\.5 .*make it with logits_rules=True"):
+        engine.admit([(1, Request([1], 3, frequency_penalty=0.5))])
     assert engine.free_rows == 1
 
 

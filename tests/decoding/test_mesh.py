@@ -1,5 +1,6 @@
 """Decoding on eight devices: what one device says, round by round, in whichever way the work is cut."""
 
+import dataclasses
 import functools
 
 import jax
@@ -92,6 +93,36 @@ def test_b93_answers_drafts_and_caches_are_those_of_one_device(data, tensor):
     np.testing.assert_allclose(logits, logits_BxKxV, atol=1e-4)
     for ours, expected in zip(cached, rows, strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@functools.cache
+def bent_requests() -> list[Request]:
+    """Some rows with a bias or penalties, some without."""
+    some = [
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5}, {}, {"repetition_penalty": 1.8},
+        {"logit_bias": {7: 30.0, 90: -np.inf}},
+    ]  # fmt: skip
+    return [dataclasses.replace(r, stop_token_ids=(), **some[i % 4]) for i, r in enumerate(requests())]
+
+
+@functools.cache
+def one_device_bent() -> list:
+    return run(engine(1, 1, logits_rules=True), bent_requests())
+
+
+@pytest.mark.parametrize("data, tensor", [(8, 1), (2, 4)])
+def test_b46_counts_lie_where_the_logits_do_and_answers_are_those_of_one_device(data, tensor):
+    plain = run(engine(1, 1), [dataclasses.replace(r, stop_token_ids=()) for r in requests()])
+    differs = [a.token_ids != b.token_ids for a, b in zip(one_device_bent(), plain, strict=True)]
+    assert [any(differs[kind::4]) for kind in range(4)] == [True, False, True, True]
+    sharded = engine(data, tensor, logits_rules=True)
+    assert run(sharded, bent_requests()) == one_device_bent()
+    with CountCompilations() as compilations:
+        assert run(sharded, bent_requests()) == one_device_bent()
+    assert compilations.count == 0
+    rules = sharded.rules.logits
+    for x_BxV in (sharded.state.count_BxV, rules.bias_BxV, rules.in_prompt_BxV):
+        assert x_BxV.addressable_shards[0].data.shape == (8 // data, VOCAB // tensor)
 
 
 def test_pages_of_a_row_lie_on_its_own_data_shard():

@@ -145,6 +145,24 @@ def test_b45_each_row_has_its_own_filters():
         assert cut > 0
 
 
+@pytest.mark.parametrize("proposal", ["argmax", "drawn"])
+def test_b45_top_k_top_p_and_a_bias_side_by_side(proposal):
+    """Blocks of four; each row by its own rule in every slot, in whatever order the rows lie."""
+    rules = [{"top_k": 1}, {"top_p": 0.5}, {"logit_bias": {7: 100.0}}]
+    asked = [Request(PROMPT, 12, temperature=1.0, seed=5, **rule) for rule in rules]
+    one = Engine(*pair(), batch=4, greedy=False, max_length=64, proposal=proposal, logits_rules=True)
+    answers = run(one, asked)
+    for order in ([2, 0, 1], [1, 2, 0]):
+        assert run(one, [asked[i] for i in order]) == [answers[i] for i in order]
+    top_k, top_p, biased = (answer.token_ids for answer in answers)
+    assert top_k == greedy_answer() and biased == (7,) * 12
+    for i, logits_V in enumerate(logits_behind([[*PROMPT, *top_p[:i]] for i in range(6)])):
+        assert warp_reference(logits_V, 1.0, top_p=0.5)[top_p[i]] > 0
+    off = [{"top_k": VOCAB + 1}, {"top_k": -1}, {"top_p": 1.0, "logit_bias": {}}, {"logit_bias": {7: 0.0}}]
+    free = run(one, [Request(PROMPT, 12, temperature=1.0, seed=5, **rule) for rule in off])
+    assert len(set(free)) == 1 and free[0].token_ids not in (top_k, top_p, biased)
+
+
 def test_b49_a_seed_is_a_rows_own():
     """The same tokens alone, among others, in another row, behind other traffic; a greedy neighbour hears nothing."""
     mine, greedy = Request(PROMPT, 12, temperature=1.0, seed=42), Request((6, 6), 12)

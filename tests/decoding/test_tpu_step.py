@@ -22,5 +22,6 @@ def test_programs_compile_for_four_chips():
     assert [r for r in reports if "error" in r] == []
     # A kernel a layer: two of the target, one of the drafter. Paged, two of each: pages at home, pages elsewhere.
     assert {r["name"]: r["kernels"] for r in reports} == {
-        "step, contiguous": 3, "several steps, paged": 6, "prefill, paged": 4, "admission, paged": 0,
+        "step, contiguous": 3, "step with logits rules, contiguous": 3,
+        "several steps, paged": 6, "prefill, paged": 4, "admission, paged": 0,
     }  # fmt: skip
