@@ -31,12 +31,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dflash_jax.config import DeltaConfig
 
 CHUNK = 64
+SMALLEST = 16  # triangular matrices up to this size are inverted in one piece
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @struct.dataclass
@@ -233,13 +236,41 @@ def _span_decays(log_decay_NxBxCxGxR: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _solve(overlap_NxBxGxCxC: jax.Array, spans_NxBxGxRxCxC: jax.Array, beta_NxBxGxRxC: jax.Array) -> jax.Array:
     """(I + A)^-1 diag(beta) of every chunk, see `delta_rule`. Its entries are at most 1: keys are no longer than 1."""
-    size = beta_NxBxGxRxC.shape[-1]
-    rates = beta_NxBxGxRxC[..., :, None] * jnp.expand_dims(jnp.eye(size, dtype=jnp.float32), (0, 1, 2, 3))
-    if size == 1:
-        return rates
-    # Only what lies strictly below the diagonal is read.
     system = beta_NxBxGxRxC[..., :, None] * spans_NxBxGxRxCxC * overlap_NxBxGxCxC[:, :, :, None]
-    return jax.lax.linalg.triangular_solve(system, rates, left_side=True, lower=True, unit_diagonal=True)
+    return _unit_lower_inverse(system) * beta_NxBxGxRxC[..., None, :]
+
+
+def _unit_lower_inverse(a_NxBxGxRxCxC: jax.Array) -> jax.Array:
+    """(I + A)^-1; of A only what lies strictly below the diagonal is read.
+
+    By halves: the inverses of the two diagonal blocks and the product -X2 A21 X1. Matrix products only, since XLA's
+    triangular solve is LAPACK's on CPU, threads of its own for matrices of this size, and slow on a TPU. Every number
+    on the way is an entry of the solution for some span of the chunk, so nothing grows (unlike powers of A).
+    """
+    size = a_NxBxGxRxCxC.shape[-1]
+    if size <= SMALLEST or size % 2:
+        return _inverse_by_doubling(a_NxBxGxRxCxC)
+    half = size // 2
+    diagonal = jnp.concatenate([a_NxBxGxRxCxC[..., :half, :half], a_NxBxGxRxCxC[..., half:, half:]])
+    first, second = jnp.split(_unit_lower_inverse(diagonal), 2)
+    corner = -_matmul(_matmul(second, a_NxBxGxRxCxC[..., half:, :half]), first)
+    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def _inverse_by_doubling(a_NxBxGxRxCxC: jax.Array) -> jax.Array:
+    """`_unit_lower_inverse` without cutting anything: for small matrices, which fill no tile, and odd ones."""
+    size = a_NxBxGxRxCxC.shape[-1]
+    slot_C = np.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), a_NxBxGxRxCxC.shape)
+    block = 1
+    while block < size:  # `inverse` holds those of the diagonal blocks of this size
+        pair_C, side_C = slot_C // (2 * block), slot_C // block % 2
+        corner_CxC = (pair_C[:, None] == pair_C[None]) & (side_C[:, None] > side_C[None])
+        corners = jnp.where(np.expand_dims(corner_CxC, (0, 1, 2, 3)), a_NxBxGxRxCxC, 0.0)
+        inverse = inverse - _matmul(_matmul(inverse, corners), inverse)
+        block *= 2
+    return inverse
 
 
 def delta_rule_reference(
