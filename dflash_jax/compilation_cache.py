@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from dflash_jax.checkpoints.pypi import cache_dir
+from dflash_jax.cache_dir import cache_dir
 
 
 def use_compilation_cache() -> pathlib.Path:

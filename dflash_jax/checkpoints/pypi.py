@@ -15,13 +15,8 @@ import sys
 import tempfile
 import zipfile
 
+from dflash_jax.cache_dir import cache_dir
 from dflash_jax.checkpoints.placement import CheckpointError, Progress
-
-
-def cache_dir() -> pathlib.Path:
-    """Where fetched files are kept: $DFLASH_JAX_CACHE, by default ~/.cache/dflash_jax."""
-    configured = os.environ.get("DFLASH_JAX_CACHE")
-    return pathlib.Path(configured).expanduser() if configured else pathlib.Path.home() / ".cache" / "dflash_jax"
 
 
 def pypi_file(

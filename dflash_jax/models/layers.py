@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.kernels.narrow_matmul import narrow_matmul
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype,
@@ -30,27 +31,16 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], 
     return nnx.Param(value, axes=axes)
 
 
-def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def dense(x: jax.Array, kernel: jax.Array, *, implementation: str | None = None) -> jax.Array:
     """x[..., I] times kernel[I, *O] -> [..., *O], accumulated in float32, in the dtype of x.
 
-    Two facts of XLA on CPU are met here. A bf16 product falls into a scalar loop (ten times slower)
-    unless its result type is float32; and even then a single row does, so it is computed twice.
+    `implementation`: see `kernels.narrow_matmul`, which this is for any number of leading dimensions.
     """
     lead, out = x.shape[:-1], kernel.shape[1:]
-    rows = x.reshape(-1, x.shape[-1])
-    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
-    if single:
-        rows = jnp.concatenate([rows, rows])
-    result = jax.lax.dot_general(
-        rows,
-        kernel.reshape(kernel.shape[0], -1),
-        (((1,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    if single:
-        result = result[:1]
-    return result.astype(x.dtype).reshape(*lead, *out)
+    y = narrow_matmul(
+        x.reshape(-1, x.shape[-1]), kernel.reshape(kernel.shape[0], -1), implementation=implementation
+    )  # fmt: skip
+    return y.reshape(*lead, *out)
 
 
 class RMSNorm(nnx.Module):
