@@ -95,7 +95,6 @@ class MoeConfig:
       weigh_input: the weight multiplies the expert's input instead of its output (Llama 4).
       shared_intermediate_size: of an expert that every token goes through; 0 for none.
       shared_gate: the shared expert's output is scaled by a sigmoid gate of the token.
-      beside_dense: the layer keeps its dense MLP and adds the experts, each with norms of its own (Gemma 4).
     """
 
     num_experts: int
@@ -114,7 +113,6 @@ class MoeConfig:
     weigh_input: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
-    beside_dense: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
