@@ -1,9 +1,9 @@
 """Compiles a Gated DeltaNet layer for a TPU mesh that is not there; run as a script by test_delta_net.py.
 
-    python tpu_delta_compile.py v5e:2x2
+    python tpu_delta_compile.py v5e:2x2 "block of 16"
 
-prints one JSON object a program (a call and its commit, the state donated): its name, the exchanges between
-devices, and the bytes of the state on a device. A process of its own, because libtpu, once loaded, stays.
+prints a JSON object: the exchanges between devices in a call and its commit, and the bytes of the (donated) state that
+are updated in place on a device. A process of its own, because libtpu, once loaded, stays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DELTA = DeltaConfig(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim
 PROGRAMS = {"one token": 1, "block of 16": 16, "prefill of 512": 512}
 
 
-def main(topology_name: str) -> None:
+def main(topology_name: str, program: str) -> None:
     bounds = (2, 2, 1)  # chips a host
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name, chips_per_host_bounds=bounds)
     mesh = sharding.make_mesh(2, 2, topology.devices)
@@ -54,24 +54,16 @@ def main(topology_name: str) -> None:
         out_BxMxD, inputs = nnx.merge(graphdef, params)(x_BxMxD, state)
         return out_BxMxD, commit(state, inputs, count_B)
 
-    for name, m in PROGRAMS.items():
-        x_BxMxD = laid(jax.ShapeDtypeStruct((BATCH, m, HIDDEN), jnp.bfloat16), ("batch", None, None))
-        with jax.set_mesh(mesh):
-            compiled = jax.jit(run, donate_argnums=2).lower(params, x_BxMxD, state, count_B).compile()
-        text = compiled.as_text()
-        print(
-            json.dumps(
-                {
-                    "name": name,
-                    "collectives": re.findall(
-                        r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text
-                    ),
-                    "state_bytes": compiled.memory_analysis().alias_size_in_bytes,
-                }
-            ),
-            flush=True,
-        )
+    x_BxMxD = laid(jax.ShapeDtypeStruct((BATCH, PROGRAMS[program], HIDDEN), jnp.bfloat16), ("batch", None, None))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run, donate_argnums=2).lower(params, x_BxMxD, state, count_B).compile()
+    exchanges = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    report = {
+        "collectives": re.findall(exchanges, compiled.as_text()),
+        "state_bytes": compiled.memory_analysis().alias_size_in_bytes,
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
