@@ -331,9 +331,7 @@ def _by_kind(name: str, g: int, widths: tuple[int, ...], rest: tuple[int, ...]) 
     """A tensor [sum(widths) * g, *rest] in one part a kind: all heads' q, all heads' k, all heads' v."""
     shape = (g * sum(widths), *rest)
     ends = np.cumsum([0, *widths]) * g
-    return tuple(
-        StoredTensor(name, shape, Part(1, int(start), int(stop))) for start, stop in itertools.pairwise(ends)
-    )
+    return tuple(StoredTensor(name, shape, Part(1, int(start), int(stop))) for start, stop in itertools.pairwise(ends))
 
 
 def _split_kinds(x_GxCxR: np.ndarray, widths: tuple[int, ...], rest: tuple[int, ...]) -> tuple[np.ndarray, ...]:
