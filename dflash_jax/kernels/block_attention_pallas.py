@@ -34,7 +34,7 @@ from dflash_jax.kernels.block_attention import (
 from dflash_jax.kernels.pallas_common import SUBLANES, div, matmul, pad, rem, round_up
 
 ROW_TILE = 512  # query rows a step: scores of 512 x 512 float32 are 1 MiB of about 16 MiB of VMEM
-WIDE = 256  # heads wider than this have half as many rows a step
+WIDE = 1280  # bytes of a query row; of wider ones there are half as many a step
 KEY_TILE = 512  # keys a step; a step costs about 0.4 microseconds besides its work
 MAX_FETCHES = 8  # pages a step: each is an operand of its own, with its own index map
 
@@ -86,7 +86,8 @@ def paged_block_attention_pallas(
     page_table_BxT = jnp.clip(page_table_BxT.astype(jnp.int32), 0, num_pages - 1)
 
     # Query rows: slots times the r heads of a run (A runs), slots outermost.
-    slot_tile, cuts = _row_tiling(m, n // kv_head_A.shape[0], ROW_TILE if h <= WIDE else ROW_TILE // 2)
+    limit = ROW_TILE if h * q_BxMxNxH.dtype.itemsize <= WIDE else ROW_TILE // 2
+    slot_tile, cuts = _row_tiling(m, n // kv_head_A.shape[0], limit)
     kv_head_A = jnp.repeat(kv_head_A.astype(jnp.int32), cuts)
     a = kv_head_A.shape[0]
     r = n // a
@@ -145,16 +146,17 @@ def paged_block_attention_pallas(
         values = [pad(v_block_BxGxMxV, 2, num_block_keys), *[v_PxGxSxV] * fetches]
         values_specs = [pl.BlockSpec((1, 1, block_tile, width), block_index), *page_specs(width)]
     capacity = page_table_BxT.shape[1] * s
-    channels = h + (width if own_values else 0)  # read of each key
+    channels = h + (width if own_values else 0)  # read of each key, once a tile of query rows
+    tiles = num_slots // slot_tile
     out_BxAxQxV = pl.pallas_call(
         functools.partial(
             _kernel, block_steps=block_steps, fetches=fetches, fetch=fetch, parts=parts, page_size=s, heads=r,
             scale=scale, softcap=softcap, windowed=window is not None or chunk is not None,
-            sparse=num_slots > slot_tile, has_sinks=bool(sinks), own_values=own_values,
+            sparse=tiles > 1, has_sinks=bool(sinks), own_values=own_values,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(b, a, num_slots // slot_tile, block_steps + context_steps),
+            grid=(b, a, tiles, block_steps + context_steps),
             in_specs=[
                 rows_spec(h),
                 pl.BlockSpec((1, row_tile, 1), lambda i, ai, t, j, *scalars: (i, t, 0)),
@@ -179,7 +181,7 @@ def paged_block_attention_pallas(
         cost_estimate=pl.CostEstimate(
             flops=2 * b * m * n * (h + width) * (capacity + m),
             transcendentals=b * m * n * (capacity + m) * (1 if softcap is None else 2),
-            bytes_accessed=b * (a * (capacity + m) * channels + n * m * (h + width)) * q_BxMxNxH.dtype.itemsize,
+            bytes_accessed=b * (a * tiles * (capacity + m) * channels + n * m * (h + width)) * q_BxMxNxH.dtype.itemsize,
         ),
         interpret=interpret,
         name="block_attention",

@@ -29,14 +29,21 @@ def fresh_simulator():
         BlockCase(lengths=(48, 17), window=20, visibility="tree"),
         BlockCase(batch=1, page_size=700, pages=2, lengths=(1250,)),
         BlockCase(slots=3, page_size=520, pages=None, lengths=(0, 515)),
+        BlockCase(lengths=(48, 17), sinks=True, softcap=2.0, chunk=20, value_dim=32),
+        BlockCase(slots=5, kv_heads=1, group=128, head_dim=40, in_keys=True, value_dim=32, lengths=(48, 0)),
+        BlockCase(slots=3, kv_heads=1, head_dim=40, in_keys=True, value_dim=32, page_size=520, pages=None),
     ],
-    ids=["several pages a step", "pages in parts", "contiguous, last part half empty"],
-)
+    ids=[
+        "several pages a step", "pages in parts", "contiguous, last part half empty",
+        "sinks, soft cap, chunks, narrow values", "latent, heads in two tiles", "latent, contiguous",
+    ],
+)  # fmt: skip
 def test_block_attention(case):
     arrays, keywords = block_inputs(case)
-    rows = [keywords[name] for name in ("length_B", "position_BxM", "visibility")]
+    rows = ("length_B", "position_BxM", "visibility", "sinks_N")
+    options = {name: value for name, value in keywords.items() if name not in rows}
     out = paged_block_attention_pallas(
-        *arrays, *rows, window=case.window, scale=keywords["scale"], interpret=SIMULATOR
+        *arrays, *[keywords[name] for name in rows], **options, interpret=SIMULATOR
     )  # fmt: skip
     np.testing.assert_allclose(out, paged_block_attention(*arrays, **keywords), atol=2e-6)
 

@@ -31,7 +31,7 @@ def compiled(topology: str) -> dict[str, dict]:
 class TestCompilesForTPU:
     def test_every_program_compiles(self, topology):
         reports = compiled(topology)
-        assert len(reports) == 21
+        assert len(reports) == 37
         assert [r for r in reports.values() if "error" in r] == []
 
     def test_by_the_kernels_and_not_by_the_reference(self, topology):
@@ -52,8 +52,16 @@ class TestCompilesForTPU:
             report = compiled(topology)[f"block attention, verify, pages of 128, {dtype}"]
             assert report["temporary_bytes"] < report["argument_bytes"] / 10
 
+    def test_values_inside_the_keys_are_no_copy_of_them(self, topology):
+        pool = 4 * 32 * 64 * 576 * 2
+        assert compiled(topology)["block attention, latent, verify, bfloat16"]["temporary_bytes"] < pool / 10
+
     def test_what_is_cut_alike_exchanges_nothing(self, topology):
-        for name in ("block attention, 2x2, contiguous, bfloat16", "anchor attention, 2x2, bfloat16"):
+        for name in (
+            "block attention, 2x2, contiguous, bfloat16",
+            "block attention, 2x2, contiguous, latent, bfloat16",
+            "anchor attention, 2x2, bfloat16",
+        ):
             assert compiled(topology)[name]["collectives"] == 0
 
     def test_costs_are_reported(self, topology):

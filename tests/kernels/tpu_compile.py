@@ -44,22 +44,26 @@ def abstract(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None) -> ja
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named_sharding(mesh, axes, shape))
 
 
-def block_program(mesh, name, *, b, m, g, r, h, s, pages, dtype, window=None) -> Program:
+def block_program(
+    mesh, name, *, b, m, g, r, h, s, pages, dtype, window=None, value_dim=None, sinks=False, **options
+) -> Program:
     array = functools.partial(abstract, mesh)
-    pool = array((b * (pages or 1), g, s, h), dtype, "pages", "kv_heads")
-    block = array((b, g, m, h), dtype, "batch", "kv_heads")
+    value_dim = h if value_dim is None else value_dim
+    pools = [array((b * (pages or 1), g, s, width), dtype, "pages", "kv_heads") for width in (h, value_dim)]
+    blocks = [array((b, g, m, width), dtype, "batch", "kv_heads") for width in (h, value_dim)]
     table = None if pages is None else array((b, pages), jnp.int32, "batch")
 
-    def run(q, k, v, table, k_block, v_block, length, position, visibility):
+    def run(q, k, v, table, k_block, v_block, length, position, visibility, sinks_N):
         return paged_block_attention(
             q, k, v, table, k_block, v_block, length_B=length, position_BxM=position, visibility=visibility,
-            window=window, scale=h**-0.5,
+            window=window, scale=h**-0.5, sinks_N=sinks_N, **options,
         )  # fmt: skip
 
     return (
         f"block attention, {name}, {jnp.dtype(dtype).name}", mesh, run,
-        (array((b, m, g * r, h), dtype, "batch", None, "kv_heads"), pool, pool, table, block, block,
-         array((b,), jnp.int32, "batch"), array((b, m), jnp.int32, "batch"), array((m, m), jnp.bool)),
+        (array((b, m, g * r, h), dtype, "batch", None, "kv_heads"), *pools, table, *blocks,
+         array((b,), jnp.int32, "batch"), array((b, m), jnp.int32, "batch"), array((m, m), jnp.bool),
+         array((g * r,), dtype, "kv_heads") if sinks else None),
     )  # fmt: skip
 
 
@@ -123,11 +127,22 @@ def programs(devices) -> Iterator[Program]:
         yield block(one, "prefill", b=1, m=512, g=1, r=8, h=128, s=2048, pages=None)
         yield block(one, "whole sequence, nothing cached", b=1, m=1024, g=1, r=2, h=64, s=1, pages=None)
         yield block(one, "odd head dim", b=2, m=5, g=1, r=5, h=80, s=32, pages=3)
+        yield block(one, "soft cap, window", b=2, m=8, g=2, r=2, h=256, s=64, pages=4, window=100, softcap=50.0)
+        yield block(one, "sinks, window", b=2, m=8, g=2, r=8, h=64, s=64, pages=4, window=128, sinks=True)
+        yield block(one, "chunks", b=2, m=8, g=2, r=5, h=128, s=64, pages=40, chunk=1024)
+        yield block(one, "narrow values", b=2, m=8, g=2, r=2, h=192, s=64, pages=4, value_dim=128)
+        latent = functools.partial(block, one, g=1, r=128, h=576, value_dim=0, values_in_keys=512)
+        yield latent("latent, verify", b=4, m=16, s=64, pages=32)
+        yield latent("latent, decode, contiguous", b=4, m=1, s=2000, pages=None)
+        yield latent("latent, prefill", b=1, m=512, s=2048, pages=None)
         anchor = functools.partial(anchor_program, dtype=dtype)
         yield anchor(one, "blocks of 16", b=1, a=16, k=16, g=1, r=4, h=128, s=1024)
         yield anchor(one, "odd blocks, packed, window", b=1, a=9, k=7, g=2, r=3, h=64, s=200, window=50, packed=True)
     yield block_program(four, "2x2, paged", b=4, m=8, g=2, r=2, h=64, s=64, pages=4, dtype=jnp.bfloat16)
     yield block_program(four, "2x2, contiguous", b=4, m=8, g=2, r=2, h=64, s=256, pages=None, dtype=jnp.bfloat16)
+    few = functools.partial(block_program, four, b=4, m=8, dtype=jnp.bfloat16)
+    yield few("2x2, contiguous, latent", g=1, r=128, h=576, s=256, pages=None, value_dim=0, values_in_keys=512)
+    yield few("2x2, paged, sinks, three KV heads", g=3, r=4, h=64, s=64, pages=4, sinks=True)
     yield anchor_program(four, "2x2", b=2, a=4, k=8, g=2, r=2, h=64, s=128, dtype=jnp.bfloat16)
     yield verify_program(four, paged=False)
     yield verify_program(four, paged=True)
