@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 import pytest
 import transformers
-from golden_cases import GOLDEN
+from family_cases import golden_family
 
 from dflash_jax.checkpoints.families import FAMILIES, REFUSED
 from dflash_jax.checkpoints.hf_config import target_config_from_hf, target_config_to_hf
@@ -288,9 +288,8 @@ def test_what_a_family_can_not_express_is_refused(name, change):
 
 def family(name: str) -> tuple[TargetConfig, dict[str, np.ndarray]]:
     """(configuration, weights under their published names)."""
-    with np.load(GOLDEN / f"family_{name}.npz") as file:
-        config = target_config_from_hf(json.loads(str(file["config"])))
-        return config, {key[2:]: file[key] for key in file.files if key.startswith("w.")}
+    hf, weights = golden_family(name)
+    return target_config_from_hf(hf), weights
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from family_cases import golden_family
 from flax import nnx
 from golden_cases import GOLDEN
 from safetensors.numpy import save_file
@@ -118,14 +119,9 @@ def test_numbers_of_transformers():
 # Whole checkpoints.
 
 
-def family(name: str) -> tuple[dict, dict[str, np.ndarray]]:
-    with np.load(GOLDEN / f"family_{name}.npz") as file:
-        return json.loads(str(file["config"])), {key[2:]: file[key] for key in file.files if key.startswith("w.")}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_fp8_checkpoint_is_loaded_as_its_dequantised_one(tmp_path, dtype):
-    hf, weights = family("qwen3")
+    hf, weights = golden_family("qwen3")
     block, stored, plain = (16, 16), {}, {}
     for name, weight in weights.items():
         if "_proj" in name:
@@ -148,7 +144,7 @@ def test_an_fp8_checkpoint_is_loaded_as_its_dequantised_one(tmp_path, dtype):
 
 def mxfp4_experts() -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(configuration, stored tensors, dequantised experts) of a gpt-oss whose experts are MXFP4."""
-    hf, weights = family("gpt_oss")
+    hf, weights = golden_family("gpt_oss")
     hf = {**hf, "intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
     rng, stored, experts = np.random.default_rng(3), {}, {}
     for name, weight in weights.items():
