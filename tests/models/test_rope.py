@@ -93,3 +93,28 @@ def test_scaled_kinds_need_the_original_length(kind):
 def test_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="longrope"):
         RopeConfig(kind="longrope")
+
+
+def test_partial_rotary_leaves_the_other_channels():
+    """cos and sin of 16 channels: those turn as a head of 16 does, the rest of the head is untouched."""
+    position = jnp.asarray([[3, 7]], jnp.int32)
+    table = rope_table(RopeConfig(100.0), 16, position)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, HEAD_DIM)), jnp.float32)
+    out = rotate(x, *table)
+    np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
+    np.testing.assert_array_equal(out[..., :16], rotate(x[..., :16], *table))
+    assert np.abs(out[..., :16] - x[..., :16]).max() > 0.1
+
+
+def test_proportional_rotary_turns_channels_of_the_whole_heads_frequencies():
+    """`rotated` channels keep the frequencies of a whole head; a pair beyond them has the angle zero."""
+    position = jnp.asarray([[5, 90]], jnp.int32)
+    whole = rope_table(RopeConfig(100.0, "linear", 2.0), HEAD_DIM, position)
+    part = rope_table(RopeConfig(100.0, "linear", 2.0), HEAD_DIM, position, rotated=16)
+    for found, full, still in zip(part, whole, (1.0, 0.0), strict=True):
+        np.testing.assert_array_equal(found[..., :8], full[..., :8])
+        np.testing.assert_array_equal(found[..., 8:], still)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, HEAD_DIM)), jnp.float32)
+    turns = np.abs(rotate(x, *part) - x).max(axis=(0, 1, 2)) > 1e-3
+    half = HEAD_DIM // 2
+    np.testing.assert_array_equal(np.flatnonzero(turns), [*range(8), *range(half, half + 8)])
