@@ -13,7 +13,10 @@ from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages
 from dflash_jax.models.attention import Attention, BlockContext, stack_kv
+from dflash_jax.models.delta_net import DeltaNet
+from dflash_jax.models.latent_attention import LatentAttention
 from dflash_jax.models.layers import GatedMLP, RMSNorm, dense, param
+from dflash_jax.models.moe import MoE
 
 # (k_PxGxSxH, v_PxGxSxH, page_table_BxT or None) or a RecurrentState going in, (k_BxGxMxH, v_BxGxMxH) or
 # RecurrentInputs coming out.
@@ -47,18 +50,12 @@ class DecoderLayer(nnx.Module):
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.is_recurrent = kind == LINEAR
         if self.is_recurrent:
-            from dflash_jax.models.delta_net import DeltaNet
-
             self.attention = DeltaNet(config, layer, dtype, rngs)
         elif config.latent is not None:
-            from dflash_jax.models.latent_attention import LatentAttention
-
             self.attention = LatentAttention(config, layer, dtype, rngs)
         else:
             self.attention = Attention(config, layer, dtype, rngs)
         if experts is not None and layer in experts.layers:
-            from dflash_jax.models.moe import MoE
-
             self.moe, self.mlp = MoE(config, dtype, rngs), None
         else:
             self.moe, self.mlp = None, GatedMLP(
