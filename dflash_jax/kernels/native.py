@@ -65,8 +65,8 @@ def switched_on() -> bool:
 
 
 def needs_build() -> bool:
-    """Whether the next `available()` will run the compiler, some seconds long."""
-    if not switched_on():
+    """Whether programs here will want the native kernels and the next `available()` runs the compiler, for seconds."""
+    if not switched_on() or jax.default_backend() != "cpu":
         return False
     try:
         return not _library_path(_compiler()).exists()

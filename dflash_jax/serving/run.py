@@ -14,6 +14,7 @@ from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.compilation_cache import use_compilation_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.drafters.contract import Drafter
+from dflash_jax.kernels import native
 from dflash_jax.models.target import Target
 from dflash_jax.serving.chat import chat
 from dflash_jax.serving.compare import compare, comparison_table
@@ -51,6 +52,9 @@ def serve(
     _check_arguments(prompt, stats_json, settings)
     terminal = Terminal() if terminal is None else terminal
     use_compilation_cache()
+    if native.needs_build():
+        with terminal.stage("building the native CPU kernels"):
+            native.available()
     if target is None:
         with terminal.stage(f"loading {settings.target.source}") as update:
             target = load_target(
