@@ -102,6 +102,16 @@ def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int])
     return NamedSharding(mesh, partition_spec(mesh, axes, shape))
 
 
+def abstract_array(
+    mesh: Mesh | None, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] | None = None
+) -> jax.ShapeDtypeStruct:
+    """The shape of an array, laid out by its logical axes (None: replicated); without a sharding where no mesh is."""
+    if mesh is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    axes = (None,) * len(shape) if axes is None else axes
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes, shape))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

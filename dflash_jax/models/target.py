@@ -70,6 +70,19 @@ def place(params: nnx.State, mesh: Mesh | None) -> nnx.State:
     )
 
 
+def place_abstract(params: nnx.State, mesh: Mesh | None) -> nnx.State:
+    """`place` of abstract parameters: ShapeDtypeStructs with the shardings that the arrays would have."""
+    return jax.tree.map(
+        lambda variable: variable.replace(
+            sharding.abstract_array(
+                mesh, variable.get_value().shape, variable.get_value().dtype, variable.get_metadata("axes")
+            )
+        ),
+        params,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
 def random_target(config: TargetConfig, seed: int = 0, dtype=jnp.float32, mesh: Mesh | None = None) -> Target:
     """A target with random weights and no tokenizer, for tests and dry runs."""
     graphdef, params = nnx.split(Transformer(config, dtype, nnx.Rngs(seed)))
