@@ -225,7 +225,7 @@ def _kernel(
         mix_ref[...] = jnp.zeros_like(mix_ref)
         if has_sinks:
             peak_ref[...] = jnp.maximum(sinks_ref[0], PEAK_FLOOR)
-            total_ref[...] = jnp.exp(sinks_ref[0] - peak_ref[...])
+            total_ref[...] = jnp.ones_like(total_ref)  # at the floor too: the first visible score shrinks it to 0
         else:
             peak_ref[...] = jnp.full_like(peak_ref, PEAK_FLOOR)
             total_ref[...] = jnp.zeros_like(total_ref)

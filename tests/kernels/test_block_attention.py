@@ -64,6 +64,9 @@ CASES = {
     "narrow values": BlockCase(slots=5, head_dim=64, value_dim=24, lengths=(48, 17)),
     "wide values, contiguous": BlockCase(head_dim=24, value_dim=64, pages=None, page_size=40),
     "latent": BlockCase(slots=5, kv_heads=1, group=128, head_dim=40, value_dim=32, in_keys=True, lengths=(48, 17)),
+    "heads of two KV heads in several tiles": BlockCase(
+        batch=1, slots=16, group=64, head_dim=16, sinks=True, visibility="tree", lengths=(20,)
+    ),
     "latent, as wide as DeepSeek's": BlockCase(
         batch=1, slots=2, kv_heads=1, group=128, head_dim=576, value_dim=512, in_keys=True, pages=2, lengths=(19,)
     ),
