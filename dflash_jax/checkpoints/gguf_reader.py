@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import pathlib
 import re
 from collections.abc import Collection
@@ -10,11 +12,13 @@ from typing import Any
 import gguf
 import numpy as np
 
+from dflash_jax.checkpoints.lazy_arrays import Box, LazyArray, box_shape, box_slices
 from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.config import FULL, ConfigError, RopeConfig, TargetConfig
 from dflash_jax.models.layers import rope_frequencies
 
 _READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_NUMBERS_AT_ONCE = 2**20  # what is held of a tensor while it is dequantised stays small
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -74,16 +78,29 @@ class GGUFFile:
     def readable(self, name: str) -> bool:
         return self.dtype(name) in _READABLE
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> LazyArray:
         """The tensor dequantised to float32, in Hugging Face's order of rows."""
-        tensor = self._tensors[name]
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.shape(name))
+        value = LazyArray(self.shape(name), np.float32, functools.partial(self._read_box, name))
         if self.architecture == "llama":
             if ".q_proj." in name:
                 return pairs_to_halves(value, self.field("attention.head_count"))
             if ".k_proj." in name:
                 return pairs_to_halves(value, self.field("attention.head_count_kv"))
         return value
+
+    def _read_box(self, name: str, box: Box) -> np.ndarray:
+        """Whole rows are dequantised, as blocks lie along them, some at a time, and cut."""
+        tensor, shape = self._tensors[name], self.shape(name)
+        if len(box) < 2:
+            return gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)[box_slices(box)]
+        (start, stop), columns = box[0], box_slices(box[1:])
+        out = np.empty(box_shape(box), np.float32)
+        some = max(1, _NUMBERS_AT_ONCE // math.prod(shape[1:]))
+        for row in range(start, stop, some):
+            data = tensor.data[row : min(stop, row + some)]
+            value = gguf.quants.dequantize(data, tensor.tensor_type).reshape(-1, *shape[1:])
+            out[row - start : row - start + some] = value[:, *columns]
+        return out
 
     def rope_factors(self) -> np.ndarray | None:
         """Divisors of the rotary frequencies [head_dim / 2], if the file has them."""
@@ -118,7 +135,7 @@ def hf_name(name: str) -> str:
     return f"model.layers.{match.group(1)}.{_BLOCK_NAMES[match.group(2)]}.{match.group(3)}"
 
 
-def pairs_to_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+def pairs_to_halves(rows: np.ndarray | LazyArray, num_heads: int) -> np.ndarray | LazyArray:
     """[N * H, ...] with heads ordered (0, H/2, 1, H/2 + 1, ...) -> heads ordered 0, 1, ..., H - 1."""
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 

@@ -2,6 +2,11 @@
 
 A checkpoint format names tensors; the program's tree fuses, transposes and regroups them. A `Placement`
 states both directions for one parameter, so that loading and exporting can not drift apart.
+
+What is read, and what is held. Of each parameter a process reads the pieces that its own devices hold, each piece
+once, from the boxes of the stored tensors that make it (`lazy_arrays`). On the host there is one piece at a time,
+in the parameter's dtype, and a few times `lazy_arrays.STEP_BYTES` beside it (HOST_BYTES at most), whatever the size
+of the model. Pages of mapped files come and go with each step and are the page cache's, not the program's.
 """
 
 from __future__ import annotations
@@ -14,13 +19,18 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from dflash_jax import sharding
+from dflash_jax.checkpoints.lazy_arrays import STEP_BYTES, Box, LazyArray, as_lazy, box_shape, whole
 
 Path = tuple[Any, ...]
+# Called as progress(done, total, what); in bytes while weights are read.
 Progress = Callable[[int, int, str], None]
 
+# Host memory while loading, beside the largest piece of one parameter that one device holds: a step as it is
+# stored, dequantised, joined and reordered.
+HOST_BYTES = 6 * STEP_BYTES
 MAX_SHOWN = 4  # of each kind of problem
 
 
@@ -36,7 +46,7 @@ class Part:
     start: int
     stop: int
 
-    def of(self, array: np.ndarray) -> np.ndarray:
+    def of(self, array: np.ndarray | LazyArray) -> np.ndarray | LazyArray:
         """A view where numpy can make one."""
         return array.reshape(self.pieces, -1, *array.shape[1:])[:, self.start : self.stop]
 
@@ -52,7 +62,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     part: Part | None = None
 
-    def take(self, array: np.ndarray) -> np.ndarray:
+    def take(self, array: np.ndarray | LazyArray) -> np.ndarray | LazyArray:
         """The part of the stored array that `Placement.join` wants."""
         return array if self.part is None else self.part.of(array)
 
@@ -64,13 +74,13 @@ class Placement:
     Attributes:
       path: place in the parameter tree, as `nnx.to_flat_state` has it.
       tensors: what the checkpoint stores, in the order `join` takes and `split` returns.
-      join: stored arrays (or the parts taken of them) -> the parameter.
+      join: stored arrays (or the parts taken of them), in memory or lazy -> the parameter.
       split: the parameter -> stored arrays (or parts).
     """
 
     path: Path
     tensors: tuple[StoredTensor, ...]
-    join: Callable[..., np.ndarray]
+    join: Callable[..., Any]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 
@@ -91,7 +101,9 @@ class WeightReader(Protocol):
         """Whether the stored type is one that `read` turns into floating point numbers."""
         ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str) -> np.ndarray | LazyArray:
+        """The tensor, lazily where it is in a file: entries are read when they are asked for."""
+        ...
 
 
 def identity(path: Path, name: str, shape: tuple[int, ...]) -> Placement:
@@ -113,15 +125,17 @@ def load_params(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
-    """Fills an abstract parameter tree from a checkpoint, tensor by tensor, and lays it out on the mesh.
+    """Fills an abstract parameter tree from a checkpoint, piece by piece, laid out on the mesh from the start.
 
-    Nothing but the parameter in work is held twice. Loading is strict; see `check_tensors`.
+    Each process reads what its own devices hold; see the top of this file for what is in memory meanwhile.
+    Loading is strict; see `check_tensors`.
 
     Args:
       abstract_params: shapes and dtypes to fill (`models.target.abstract_model`).
       placements: exactly one for each parameter of the tree.
       harmless: stored names that are known to carry nothing and are skipped.
-      progress: called as progress(done, total, name) with parameters done.
+      progress: called as progress(done, total, name) with the bytes of parameters that this process has read and
+        will have read.
 
     Raises:
       CheckpointError: a tensor is missing, unknown, misshapen or of a type that is not supported.
@@ -133,26 +147,67 @@ def load_params(
         raise AssertionError(f"name map and parameter tree differ at {sorted(map(str, differing))}")
     check_tensors(placements, reader, harmless)
 
-    filled = []
-    for i, (path, variable) in enumerate(flat):
-        placement = by_path[path]
+    layouts = [parameter_sharding(variable, mesh) for _, variable in flat]
+    sizes = [
+        sum(map(_entries, pieces(variable.get_value().shape, layout))) * variable.get_value().dtype.itemsize
+        for (_, variable), layout in zip(flat, layouts, strict=True)
+    ]
+    filled, done, total = [], 0, sum(sizes)
+    for (path, variable), layout, size in zip(flat, layouts, sizes, strict=True):
+        placement, abstract = by_path[path], variable.get_value()
         if progress is not None:
-            progress(i, len(flat), placement.tensors[0].name)
-        abstract = variable.get_value()
-        joined = placement.join(*(tensor.take(reader.read(tensor.name)) for tensor in placement.tensors))
-        if joined.shape != abstract.shape:
-            raise AssertionError(f"{path}: the name map makes shape {joined.shape}, the tree has {abstract.shape}")
-        # A copy in every case: the file behind a memory map may change, and jax may keep a host buffer as it is.
-        value = np.array(joined, dtype=abstract.dtype, order="C")
-        if mesh is None:
-            placed = jax.device_put(value)
-        else:
-            axes = variable.get_metadata("axes")
-            placed = jax.device_put(value, sharding.named_sharding(mesh, axes, value.shape))
-        filled.append((path, variable.replace(placed)))
+            progress(done, total, placement.tensors[0].name)
+        value = as_lazy(placement.join(*(tensor.take(reader.read(tensor.name)) for tensor in placement.tensors)))
+        if value.shape != abstract.shape:
+            raise AssertionError(f"{path}: the name map makes shape {value.shape}, the tree has {abstract.shape}")
+        filled.append((path, variable.replace(to_devices(value, abstract.dtype, layout))))
+        done += size
     if progress is not None:
-        progress(len(flat), len(flat), "weights loaded")
+        progress(total, total, "weights loaded")
     return nnx.from_flat_state(filled)
+
+
+def parameter_sharding(variable: nnx.Variable, mesh: Mesh | None) -> Sharding | None:
+    """How a parameter of an abstract tree lies on the mesh; None where there is no mesh."""
+    if mesh is None:
+        return None
+    return sharding.named_sharding(mesh, variable.get_metadata("axes"), variable.get_value().shape)
+
+
+def pieces(
+    shape: tuple[int, ...], layout: Sharding | None, devices: Collection[jax.Device] | None = None
+) -> dict[Box, list[jax.Device]]:
+    """The boxes of an array that devices hold, each with those that hold it.
+
+    Args:
+      layout: None for one device, which is not named then.
+      devices: those to look at; by default the ones of this process.
+    """
+    if layout is None:
+        return {whole(shape): []}
+    found: dict[Box, list[jax.Device]] = {}
+    for device, index in layout.devices_indices_map(shape).items():
+        if device in (layout.addressable_devices if devices is None else devices):
+            box = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+            found.setdefault(box, []).append(device)
+    return found
+
+
+def to_devices(value: LazyArray, dtype: Any, layout: Sharding | None) -> jax.Array:
+    """Reads what the devices of this process hold, each piece once, cast to dtype; the host keeps nothing."""
+    arrays = {}
+    for box, devices in pieces(value.shape, layout).items():
+        piece = value.read(box, dtype)
+        # Waits, so that no piece is still on the host while the next one is read.
+        if layout is None:
+            return jax.block_until_ready(jax.device_put(piece))
+        arrays.update(zip(devices, jax.block_until_ready([jax.device_put(piece, d) for d in devices]), strict=True))
+    ordered = [arrays[device] for device in layout.addressable_devices_indices_map(value.shape)]
+    return jax.make_array_from_single_device_arrays(value.shape, layout, ordered, dtype=dtype)
+
+
+def _entries(box: Box) -> int:
+    return math.prod(box_shape(box))
 
 
 def check_tensors(placements: Iterable[Placement], reader: WeightReader, harmless: Callable[[str], bool]) -> None:

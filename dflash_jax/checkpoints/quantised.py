@@ -14,11 +14,14 @@ Scales of activations are skipped: activations are not quantised here.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.checkpoints.lazy_arrays import Box, LazyArray, as_lazy
 from dflash_jax.checkpoints.placement import CheckpointError, WeightReader
 from dflash_jax.config import ConfigError
 
@@ -29,6 +32,7 @@ _FLOATS = ("F32", "F16", "BF16")
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1_VALUES = np.concatenate([_E2M1, -_E2M1])
 _E8M0_BIAS, _E8M0_NAN = 127, 255
+_NUMBERS_AT_ONCE = 2**20  # in float32 and as indices: what is held of them stays small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +164,33 @@ class DequantisingReader:
     def readable(self, name: str) -> bool:
         return name in self._quantised or self._reader.readable(name)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> np.ndarray | LazyArray:
         if name not in self._quantised:
             return self._reader.read(name)
-        values, scales = (self._reader.read(stored) for stored in self._quantised[name])
+        values, scales = (as_lazy(self._reader.read(stored)) for stored in self._quantised[name])
         if name in self._quantised[name]:
-            return dequantise_fp8(values, scales, self._block, self._dtype)
-        if (scales == _E8M0_NAN).any():
+            return LazyArray(values.shape, self._dtype, functools.partial(self._fp8_box, values, scales))
+        rows = (*values.shape[:2], values.shape[2] * 32)
+        stored = LazyArray(rows, self._dtype, functools.partial(self._mxfp4_box, name, values, scales))
+        return stored.swapaxes(1, 2)
+
+    def _fp8_box(self, values: LazyArray, scales: LazyArray, box: Box) -> np.ndarray:
+        """A box of the tensor from the same box of the values and the scales of the blocks that it meets."""
+        if self._block is None:
+            return dequantise_fp8(values.read(box), scales.read(), None, self._dtype)
+        met = tuple((lo // size, -(-hi // size)) for (lo, hi), size in zip(box[-2:], self._block, strict=True))
+        offset = tuple(lo % size for (lo, _), size in zip(box[-2:], self._block, strict=True))
+        return dequantise_fp8(values.read(box), scales.read((*box[:-2], *met)), self._block, self._dtype, offset)
+
+    def _mxfp4_box(self, name: str, blocks: LazyArray, scales: LazyArray, box: Box) -> np.ndarray:
+        """A box [E, R, C] of the stored order: whole groups of 32 columns are dequantised, and cut."""
+        *lead, (lo, hi) = box
+        met = (*lead, (lo // 32, -(-hi // 32)))
+        scales_ExRxG = scales.read(met)
+        if (scales_ExRxG == _E8M0_NAN).any():
             self._fail(f"{self._quantised[name][1]} holds scales that are no numbers (255); download it again")
-        return dequantise_mxfp4(values, scales, self._dtype)
+        value_ExCxR = dequantise_mxfp4(blocks.read((*met, (0, 16))), scales_ExRxG, self._dtype)
+        return value_ExCxR.swapaxes(1, 2)[..., lo % 32 : lo % 32 + hi - lo]
 
 
 def _is_scale(name: str) -> bool:
@@ -176,19 +198,27 @@ def _is_scale(name: str) -> bool:
 
 
 def dequantise_fp8(
-    values: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None, dtype: Any = np.float32
+    values: np.ndarray,
+    scales: np.ndarray,
+    block: tuple[int, int] | None,
+    dtype: Any = np.float32,
+    offset: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """FP8 values [..., R, C] times one scale a block of the last two axes, or (block None) one for all."""
+    """FP8 values [..., R, C] times one scale a block of the last two axes, or (block None) one for all.
+
+    Args:
+      offset: where in the first block the first of the values lies.
+    """
     if block is None:
         return (values.astype(np.float32) * scales.astype(np.float32).reshape(())).astype(dtype)
     out = np.empty(values.shape, dtype)
     height, width = block
-    columns = values.shape[-1]
+    columns = slice(offset[1], offset[1] + values.shape[-1])
     # A row of blocks at a time: what is held in float32 stays small.
     for lead in np.ndindex(*values.shape[:-2]):
         for i, scales_of_row in enumerate(scales[lead]):
-            rows = slice(i * height, (i + 1) * height)
-            factor = np.repeat(scales_of_row.astype(np.float32), width)[:columns]
+            rows = slice(max(0, i * height - offset[0]), (i + 1) * height - offset[0])
+            factor = np.repeat(scales_of_row.astype(np.float32), width)[columns]
             out[lead][rows] = values[lead][rows].astype(np.float32) * factor
     return out
 
@@ -197,9 +227,11 @@ def dequantise_mxfp4(blocks: np.ndarray, scales: np.ndarray, dtype: Any = np.flo
     """Bytes [E, R, G, 16] with scales [E, R, G] -> [E, G * 32, R], a view of [E, R, G * 32]."""
     experts, rows, groups, _ = blocks.shape
     out_ExRxC = np.empty((experts, rows, groups * 32), dtype)
-    for expert in range(experts):  # what is held in float32 stays small
-        pairs_RxGx16x2 = np.stack([blocks[expert] & 0xF, blocks[expert] >> 4], axis=-1)
-        exponent_RxG = scales[expert].astype(np.int32) - _E8M0_BIAS
+    some = max(1, _NUMBERS_AT_ONCE // (groups * 32))
+    for expert, start in itertools.product(range(experts), range(0, rows, some)):
+        at = expert, slice(start, start + some)
+        pairs_RxGx16x2 = np.stack([blocks[at] & 0xF, blocks[at] >> 4], axis=-1)
+        exponent_RxG = scales[at].astype(np.int32) - _E8M0_BIAS
         numbers = np.ldexp(_E2M1_VALUES[pairs_RxGx16x2], exponent_RxG[..., None, None])
-        out_ExRxC[expert] = numbers.reshape(rows, groups * 32)
+        out_ExRxC[at] = numbers.reshape(-1, groups * 32)
     return out_ExRxC.swapaxes(1, 2)

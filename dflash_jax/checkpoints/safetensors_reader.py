@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import mmap
 import pathlib
 from collections.abc import Collection
 
@@ -10,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from dflash_jax.checkpoints.lazy_arrays import Box, LazyArray, box_slices
 from dflash_jax.checkpoints.placement import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -27,7 +30,7 @@ _DTYPES = {
 
 
 class SafetensorsReader:
-    """Reads tensors by name from a directory; data are touched only when a tensor is read.
+    """Reads tensors by name from a directory; what is touched is what is asked for of a lazy array.
 
     Raises:
       CheckpointError: no weights are there, a shard is missing or broken, or the index contradicts the files.
@@ -37,7 +40,7 @@ class SafetensorsReader:
         self.source = str(directory)
         self._entries: dict[str, tuple[pathlib.Path, tuple[int, ...], str]] = {}
         self._offsets: dict[str, tuple[int, int]] = {}  # first byte and the one behind the last, in the file
-        self._maps: dict[pathlib.Path, np.memmap] = {}
+        self._maps: dict[pathlib.Path, mmap.mmap] = {}
         directory = pathlib.Path(directory)
         index = directory / INDEX
         if index.is_file():
@@ -91,13 +94,31 @@ class SafetensorsReader:
     def readable(self, name: str) -> bool:
         return self.dtype(name) in _READABLE
 
-    def read(self, name: str) -> np.ndarray:
-        """A view of the file, mapped into memory."""
+    def read(self, name: str) -> LazyArray:
+        _, shape, dtype = self._entries[name]
+        return LazyArray(shape, _DTYPES[dtype], functools.partial(self._read_box, name))
+
+    def _read_box(self, name: str, box: Box) -> np.ndarray:
+        """A copy of a box of the mapped tensor, whose pages then go back to the page cache.
+
+        Copied because the file behind the map may change; jax may keep a host buffer as it is.
+        """
         path, shape, dtype = self._entries[name]
         if path not in self._maps:
-            self._maps[path] = np.memmap(path, np.uint8, "r")
-        start, stop = self._offsets[name]
-        return self._maps[path][start:stop].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped, (start, stop) = self._maps[path], self._offsets[name]
+        if start == stop:
+            return np.empty([hi - lo for lo, hi in box], _DTYPES[dtype])
+        array = np.frombuffer(mapped, np.uint8, stop - start, start).view(_DTYPES[dtype]).reshape(shape)
+        copy = np.array(array[box_slices(box)])
+        if shape:
+            row = (stop - start) // shape[0]
+            start, stop = start + box[0][0] * row, start + box[0][1] * row
+        if hasattr(mapped, "madvise"):
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, page, stop - page)
+        return copy
 
 
 def _no_weights(directory: pathlib.Path) -> str:
