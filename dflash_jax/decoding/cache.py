@@ -79,15 +79,13 @@ def make_cache(
 
 def make_states(
     specs: Sequence[LayerSpec], batch: int, dtype: jnp.dtype, mesh: Mesh | None = None
-) -> tuple[RecurrentState | None, ...]:
-    """`KVCache.recurrent` of rows before their first token; empty where no layer is recurrent."""
+) -> tuple[RecurrentState, ...]:
+    """`KVCache.recurrent` of rows before their first token."""
 
     def place(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         return x if mesh is None else jax.device_put(x, sharding.named_sharding(mesh, axes, x.shape))
 
-    return tuple(
-        None if state is None else jax.tree.map(place, state, STATE_AXES) for state in empty_states(specs, batch, dtype)
-    )
+    return tuple(jax.tree.map(place, state, STATE_AXES) for state in empty_states(specs, batch, dtype))
 
 
 class PageAllocator:

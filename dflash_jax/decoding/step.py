@@ -171,10 +171,8 @@ def _pin_state(config: StepConfig, state: DecodeState) -> DecodeState:
     return rows.replace(cache=rows.cache.replace(**parts), count_BxV=_pin_logits(config, state.count_BxV))
 
 
-def _pin_recurrent(config: StepConfig, states: tuple[RecurrentState | None, ...]) -> tuple[RecurrentState | None, ...]:
-    return tuple(
-        None if state is None else jax.tree.map(functools.partial(_pin, config), state, STATE_AXES) for state in states
-    )
+def _pin_recurrent(config: StepConfig, states: tuple[RecurrentState, ...]) -> tuple[RecurrentState, ...]:
+    return tuple(jax.tree.map(functools.partial(_pin, config), state, STATE_AXES) for state in states)
 
 
 def _pin_rules(config: StepConfig, rules: Rules) -> Rules:
@@ -320,7 +318,7 @@ class Prefill:
 
     length_A: jax.Array
     hidden_AxD: jax.Array
-    recurrent: tuple[RecurrentState | None, ...] = ()
+    recurrent: tuple[RecurrentState, ...] = ()
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))

@@ -52,16 +52,15 @@ class KVCache:
       v: one `v_PxGxSxH` a layer.
       page_table_BxT: pages of each row in order, or None for the contiguous layout (P == B).
       length_B: committed rows of each batch row. Slots at or beyond it hold garbage that no one reads.
-      recurrent: empty where no layer is recurrent; else one entry a target layer, the state after the committed
-        tokens of a recurrent layer and None of the others, whose k and v then have no heads. States belong to
-        batch rows, not to pages.
+      recurrent: of each recurrent layer, in order, the state after the committed tokens. Such a layer's k and v
+        have no heads. States belong to batch rows, not to pages.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     page_table_BxT: jax.Array | None
     length_B: jax.Array
-    recurrent: tuple[RecurrentState | None, ...] = ()
+    recurrent: tuple[RecurrentState, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -84,7 +83,7 @@ class BlockKV:
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
-    recurrent: tuple[RecurrentInputs | None, ...] = ()
+    recurrent: tuple[RecurrentInputs, ...] = ()
 
 
 def pages(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -142,8 +141,7 @@ def write(cache: KVCache, rows: BlockKV, first_layer: int, count_B: jax.Array) -
     recurrent = cache.recurrent
     if rows.recurrent:
         recurrent = tuple(
-            None if state is None else commit(state, inputs, count_B)
-            for state, inputs in zip(cache.recurrent, rows.recurrent, strict=True)
+            commit(state, inputs, count_B) for state, inputs in zip(cache.recurrent, rows.recurrent, strict=True)
         )
     return cache.replace(k=tuple(k), v=tuple(v), recurrent=recurrent)
 
@@ -165,8 +163,6 @@ def abstract_layers(
     )
 
 
-def empty_states(specs: Sequence[LayerSpec], batch: int, dtype: jnp.dtype) -> tuple[RecurrentState | None, ...]:
-    """`KVCache.recurrent` before the first token; empty where no layer is recurrent."""
-    if not any(spec.delta for spec in specs):
-        return ()
-    return tuple(empty_state(spec.delta, batch, dtype) if spec.delta else None for spec in specs)
+def empty_states(specs: Sequence[LayerSpec], batch: int, dtype: jnp.dtype) -> tuple[RecurrentState, ...]:
+    """`KVCache.recurrent` before the first token."""
+    return tuple(empty_state(spec.delta, batch, dtype) for spec in specs if spec.delta)

@@ -117,18 +117,20 @@ class Transformer(nnx.Module):
         """
         x_BxMxD = self.embed(token_BxM)
         block = BlockContext(position_BxM, cache.length_B, visibility)
-        taps, kv, recurrent = {}, [], []
+        taps, kv, recurrent, states = {}, [], [], iter(cache.recurrent)
         for i, layer in enumerate(self.layers):
             is_recurrent = self.config.layer_types[i] == LINEAR
             with jax.named_scope(f"layer_{i}"):
-                rows = cache.recurrent[i] if is_recurrent else pages(cache, i)
+                rows = next(states) if is_recurrent else pages(cache, i)
                 x_BxMxD, new_rows = layer(x_BxMxD, rows, block)
-            kv.append(no_rows(token_BxM.shape, x_BxMxD.dtype) if is_recurrent else new_rows)
-            recurrent.append(new_rows if is_recurrent else None)
+            if is_recurrent:
+                recurrent.append(new_rows)
+                new_rows = no_rows(token_BxM.shape, x_BxMxD.dtype)
+            kv.append(new_rows)
             if i in tap_ids:
                 taps[i] = x_BxMxD
         taps_BxMxTD = jnp.concatenate([taps[i] for i in tap_ids], axis=-1) if tap_ids else None
-        block_kv = BlockKV(*stack_kv(kv), recurrent=tuple(recurrent) if self.config.is_recurrent else ())
+        block_kv = BlockKV(*stack_kv(kv), recurrent=tuple(recurrent))
         return Forward(self.norm(x_BxMxD), taps_BxMxTD, block_kv)
 
     def embed(self, token_BxM: jax.Array) -> jax.Array:
