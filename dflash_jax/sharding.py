@@ -9,12 +9,15 @@ tensor  heads, MLP channels and vocabulary
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.config import ConfigError
 
 DATA = "data"
 FSDP = "fsdp"
@@ -54,6 +57,40 @@ def make_mesh(
     return jax.make_mesh(
         shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)]
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The `mesh` section of a config: devices along each axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"mesh.{name} is {value!r}, must be a whole number, at least 1")
+
+    @property
+    def size(self) -> int:
+        """Devices of the whole mesh."""
+        return self.data * self.fsdp * self.expert * self.tensor
+
+    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+        """`make_mesh`; None for one of this machine's devices, which needs no mesh.
+
+        Raises:
+          ConfigError: there are fewer devices.
+        """
+        if self.size == 1 and devices is None:
+            return None
+        try:
+            return make_mesh(self.data, self.tensor, devices, fsdp=self.fsdp, expert=self.expert)
+        except ValueError as error:
+            raise ConfigError(f"mesh: {error}") from error
 
 
 def mesh_axes(

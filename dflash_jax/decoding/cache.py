@@ -10,19 +10,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax import sharding
+from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.delta_rule import STATE_AXES, RecurrentState
 from dflash_jax.kernels.kv_cache import KVCache, LayerSpec, abstract_layers, empty_states
 
 POOL_AXES = ("pages", "kv_heads", None, None)
 
 
-def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def storage_dtype(dtype: jnp.dtype, mesh: Mesh | None = None) -> jnp.dtype:
     """The dtype that rows are kept in: the model's own, but float32 for bf16 models on CPU.
 
     XLA's CPU backend has no bf16 scatter: it converts the whole cache to float32 and back at every write
     (180 ms a round at eight rows of 512, against 0.2 ms in float32). The rows are rounded to bf16 either way.
     """
-    return jnp.dtype(jnp.float32) if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else jnp.dtype(dtype)
+    on_cpu = dispatch.platform(mesh) == "cpu"
+    return jnp.dtype(jnp.float32) if dtype == jnp.bfloat16 and on_cpu else jnp.dtype(dtype)
 
 
 def make_cache(
@@ -35,7 +37,36 @@ def make_cache(
     num_pages: int | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """An empty cache for target and drafter layers together.
+    """An empty cache: `abstract_cache` of these arguments, allocated.
+
+    Returns:
+      A KVCache of zeros with all lengths 0. Paged: every entry of the page table points at no page (its
+      value is the number of pages), until `PageAllocator` hands some out.
+
+    Raises:
+      ValueError: see `abstract_cache`.
+    """
+    shapes = abstract_cache(specs, batch, capacity, dtype, page_size=page_size, num_pages=num_pages, mesh=mesh)
+
+    def full(x: jax.ShapeDtypeStruct, value: int = 0) -> jax.Array:
+        return jnp.full(x.shape, value, x.dtype, device=x.sharding)
+
+    table = shapes.page_table_BxT
+    zeros = jax.tree.map(full, shapes.replace(page_table_BxT=None))
+    return zeros.replace(page_table_BxT=None if table is None else full(table, shapes.k[0].shape[0]))
+
+
+def abstract_cache(
+    specs: Sequence[LayerSpec],
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
+    *,
+    page_size: int | None = None,
+    num_pages: int | None = None,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """Shapes and shardings of the cache of target and drafter layers together; nothing is allocated.
 
     Args:
       specs: every layer's shape, target layers first.
@@ -43,10 +74,10 @@ def make_cache(
       capacity: rows of context that each batch row can hold.
       page_size: None for the contiguous layout (a page a row), else slots a page; must divide capacity.
       num_pages: of the pool, a multiple of the mesh's data axis; None: as many as fill every row. Paged only.
+      mesh: may be made of the devices of a TPU that is not there.
 
     Returns:
-      A KVCache of zeros with all lengths 0. Paged: every entry of the page table points at no page (its
-      value is the number of pages), until `PageAllocator` hands some out.
+      A KVCache of ShapeDtypeStructs; their shardings are None without a mesh.
 
     Raises:
       ValueError: page_size does not divide capacity, or the mesh's data axis does not divide batch or num_pages.
@@ -62,18 +93,20 @@ def make_cache(
     num_pages = batch * pages_a_row if num_pages is None else num_pages
     if num_pages < 1 or num_pages % shards:
         raise ValueError(f"num_pages is {num_pages}, must be a positive multiple of the mesh's data axis ({shards})")
-    shapes = abstract_layers(specs, num_pages, capacity if page_size is None else page_size, storage_dtype(dtype))
 
-    def full(shape: Sequence[int], value: int, dtype: jnp.dtype, axes: Sequence[str | None]) -> jax.Array:
-        place = None if mesh is None else sharding.named_sharding(mesh, axes, shape)
-        return jnp.full(shape, value, dtype, device=place)
+    def placed(x: jax.ShapeDtypeStruct, axes: Sequence[str | None]) -> jax.ShapeDtypeStruct:
+        return sharding.abstract_array(mesh, x.shape, x.dtype, axes)
 
+    page = capacity if page_size is None else page_size
+    k, v = abstract_layers(specs, num_pages, page, storage_dtype(dtype, mesh))
+    states = jax.eval_shape(lambda: empty_states(specs, batch, dtype))
+    table = None if page_size is None else jax.ShapeDtypeStruct((batch, pages_a_row), jnp.int32)
     return KVCache(
-        k=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes[0]),
-        v=tuple(full(s.shape, 0, s.dtype, POOL_AXES) for s in shapes[1]),
-        page_table_BxT=None if page_size is None else full((batch, pages_a_row), num_pages, jnp.int32, ("batch", None)),
-        length_B=full((batch,), 0, jnp.int32, ("batch",)),
-        recurrent=make_states(specs, batch, dtype, mesh),
+        k=tuple(placed(x, POOL_AXES) for x in k),
+        v=tuple(placed(x, POOL_AXES) for x in v),
+        page_table_BxT=None if table is None else placed(table, ("batch", None)),
+        length_B=placed(jax.ShapeDtypeStruct((batch,), jnp.int32), ("batch",)),
+        recurrent=tuple(jax.tree.map(placed, state, STATE_AXES) for state in states),
     )
 
 

@@ -12,14 +12,21 @@ from ml_collections import ConfigDict
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.decoding.request import PENALTIES, check_logit_bias
 from dflash_jax.decoding.sampling import FIELDS
+from dflash_jax.sharding import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetSection:
-    """`source` as `load_target` takes it. dtype: float32, bfloat16 or float16."""
+    """`source` as `load_target` takes it. dtype: float32, bfloat16 or float16.
+
+    Attributes:
+      architecture: None, or what the published config.json holds: `--compile_only` then needs no file. Loading reads
+        the checkpoint's own config.json.
+    """
 
     source: str
     dtype: str | None = "float32"
+    architecture: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +34,7 @@ class DrafterSection:
     """`source` as `load_drafter` takes it; "" decodes plainly.
 
     Attributes:
+      architecture: as of the target.
       block_size: tokens of a round, root included; None is the trained size.
       proposal: "argmax" or "drawn"; read by sampled decoding only.
     """
@@ -34,6 +42,7 @@ class DrafterSection:
     source: str = ""
     block_size: int | None = None
     proposal: str = "argmax"
+    architecture: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check("drafter.block_size", self.block_size, lambda k: k is None or k >= 2, "at least 2, or None")
@@ -107,15 +116,23 @@ class ComparisonSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshSection:
-    """Devices: `data` x `tensor` of them."""
+class CacheSection:
+    """The cache of `--compile_only`, as a server's engine would have it. A chat has one row, as long as it needs.
 
-    data: int = 1
-    tensor: int = 1
+    Attributes:
+      rows: prompts decoded together.
+      max_length: prompt and answer together, of each row; None: the target's context.
+      page_size: slots a page; None for a page a row.
+    """
+
+    rows: int = 1
+    max_length: int | None = None
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check("mesh.data", self.data, lambda n: n >= 1, "at least 1")
-        _check("mesh.tensor", self.tensor, lambda n: n >= 1, "at least 1")
+        _check("cache.rows", self.rows, lambda n: n >= 1, "at least 1")
+        _check("cache.max_length", self.max_length, lambda n: n is None or n >= 2, "at least 2, or None")
+        _check("cache.page_size", self.page_size, lambda n: n is None or n >= 1, "at least 1, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +143,8 @@ class ServeConfig:
     drafter: DrafterSection = dataclasses.field(default_factory=DrafterSection)
     generation: GenerationSection = dataclasses.field(default_factory=GenerationSection)
     comparison: ComparisonSection = dataclasses.field(default_factory=ComparisonSection)
-    mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
+    cache: CacheSection = dataclasses.field(default_factory=CacheSection)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
 _SECTIONS = {
@@ -134,7 +152,8 @@ _SECTIONS = {
     "drafter": DrafterSection,
     "generation": GenerationSection,
     "comparison": ComparisonSection,
-    "mesh": MeshSection,
+    "cache": CacheSection,
+    "mesh": MeshConfig,
 }
 
 

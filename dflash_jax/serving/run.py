@@ -8,7 +8,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.compilation_cache import use_compilation_cache
@@ -18,7 +17,7 @@ from dflash_jax.kernels import native
 from dflash_jax.models.target import Target
 from dflash_jax.serving.chat import chat
 from dflash_jax.serving.compare import compare, comparison_table
-from dflash_jax.serving.config import MeshSection, ServeConfig, read_config
+from dflash_jax.serving.config import ServeConfig, read_config
 from dflash_jax.serving.session import DFLASH, PLAIN, Session
 from dflash_jax.serving.terminal import Terminal
 
@@ -58,7 +57,7 @@ def serve(
     if target is None:
         with terminal.stage(f"loading {settings.target.source}") as update:
             target = load_target(
-                settings.target.source, dtype=settings.target.dtype, mesh=_mesh(settings.mesh), progress=update
+                settings.target.source, dtype=settings.target.dtype, mesh=settings.mesh.make(), progress=update
             )
     if drafter is None and settings.drafter.source:
         with terminal.stage(f"loading {settings.drafter.source}") as update:
@@ -88,15 +87,6 @@ def _answer_and_compare(session: Session, terminal: Terminal, prompt: str, repea
         stats = compare(session, request, repeats, update)
     terminal.out.print(comparison_table(stats))
     return stats
-
-
-def _mesh(section: MeshSection) -> Any:
-    if section.data * section.tensor == 1:
-        return None
-    try:
-        return sharding.make_mesh(section.data, section.tensor)
-    except ValueError as error:
-        raise ConfigError(f"mesh: {error}") from error
 
 
 def _check_arguments(prompt: str | None, stats_json: str | pathlib.Path | None, settings: ServeConfig) -> None:

@@ -31,6 +31,7 @@ from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
+from dflash_jax.sharding import MeshConfig
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
@@ -130,7 +131,7 @@ def train(
         raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
 
     logging.info("== target")
-    mesh = _mesh(config)
+    mesh = from_config_dict(MeshConfig, config.mesh).make()
     if target is None:
         target = _target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
@@ -310,12 +311,6 @@ def _target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
             logging.info("%s: complete", what)
 
     return load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, progress=progress)
-
-
-def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
-    if config.mesh.data * config.mesh.tensor == 1:
-        return None
-    return sharding.make_mesh(config.mesh.data, config.mesh.tensor)
 
 
 def _drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
