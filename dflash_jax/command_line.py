@@ -56,6 +56,8 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 def _check_config_file() -> None:
     """config_flags takes a missing file as a config that fails at its first use; said here instead."""
+    if "config" not in flags.FLAGS:
+        return
     flag = flags.FLAGS["config"]
     try:
         flag.value.keys()
@@ -75,5 +77,6 @@ def _without_traceback(message: str) -> str:
 
 def fail(message: str) -> NoReturn:
     """Ends the program with a message on stderr and status 1."""
-    print(f"FATAL {message}\nPass --help to see the flags; the config file names all fields.", file=sys.stderr)
+    fields = "; the config file names all fields" if "config" in flags.FLAGS else ""
+    print(f"FATAL {message}\nPass --help to see the flags{fields}.", file=sys.stderr)
     sys.exit(1)

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
 from dflash_jax.checkpoints.safetensors_writer import write_safetensors
 from dflash_jax.checkpoints.target_names import target_placements
 from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.config import TargetConfig
 from dflash_jax.models.target import Target
 
 
@@ -38,20 +40,26 @@ def export_target(directory: str | pathlib.Path, target: Target) -> pathlib.Path
     directory = pathlib.Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} exists and is no empty directory; choose another one")
-    ends = list(target.eos_token_ids)
-    config = {**target_config_to_hf(target.config), "dtype": np.dtype(target.dtype).name, "eos_token_id": ends or None}
     placements = target_placements(target.config, own_head="head_DxV" in target.params)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made = pathlib.Path(scratch) / "new"
         made.mkdir()
-        _write_json(made / "config.json", config)
-        _write_json(made / "generation_config.json", {"eos_token_id": ends or None})
+        write_text_side(made, target.config, target.dtype, target.eos_token_ids, target.tokenizer)
         write_safetensors(dict(export_tensors(target.params, placements)), made / "model.safetensors", "pt")
-        if target.tokenizer is not None:
-            _write_tokenizer(made, target.tokenizer)
         os.replace(made, directory)  # takes the place of an empty directory too
     return directory
+
+
+def write_text_side(
+    directory: pathlib.Path, config: TargetConfig, dtype: Any, ends: Sequence[int], tokenizer: Tokenizer | None
+) -> None:
+    """Everything of a Hugging Face directory but the weights; see `export_target`."""
+    named = {"dtype": np.dtype(dtype).name, "eos_token_id": list(ends) or None}
+    _write_json(directory / "config.json", {**target_config_to_hf(config), **named})
+    _write_json(directory / "generation_config.json", {"eos_token_id": list(ends) or None})
+    if tokenizer is not None:
+        _write_tokenizer(directory, tokenizer)
 
 
 def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:

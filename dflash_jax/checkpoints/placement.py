@@ -140,13 +140,25 @@ def load_params(
     Raises:
       CheckpointError: a tensor is missing, unknown, misshapen or of a type that is not supported.
     """
-    by_path = {p.path: p for p in placements}
     flat = list(nnx.to_flat_state(abstract_params))
-    differing = {path for path, _ in flat} ^ set(by_path)
-    if differing or len(by_path) != len(placements):
+    differing = {path for path, _ in flat} ^ {p.path for p in placements}
+    if differing or len({p.path for p in placements}) != len(placements):
         raise AssertionError(f"name map and parameter tree differ at {sorted(map(str, differing))}")
     check_tensors(placements, reader, harmless)
+    return fill_params(abstract_params, placements, reader, mesh=mesh, progress=progress)
 
+
+def fill_params(
+    abstract_params: nnx.State,
+    placements: Sequence[Placement],
+    reader: WeightReader,
+    *,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> nnx.State:
+    """`load_params` of a tree, or a part of one, whose tensors are checked already."""
+    by_path = {p.path: p for p in placements}
+    flat = list(nnx.to_flat_state(abstract_params))
     layouts = [parameter_sharding(variable, mesh) for _, variable in flat]
     sizes = [
         sum(map(_entries, pieces(variable.get_value().shape, layout))) * variable.get_value().dtype.itemsize

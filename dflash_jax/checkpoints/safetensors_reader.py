@@ -82,6 +82,11 @@ class SafetensorsReader:
                 start, stop = entry["data_offsets"]
                 self._offsets[name] = 8 + size + start, 8 + size + stop
 
+    @property
+    def files(self) -> tuple[pathlib.Path, ...]:
+        """The files that hold tensors."""
+        return tuple(sorted({path for path, _, _ in self._entries.values()}))
+
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
