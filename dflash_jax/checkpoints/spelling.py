@@ -108,7 +108,7 @@ def _experts_as_in(
     for p in placements:
         match = _EXPERTS.fullmatch(p.tensors[0].name)
         other = None
-        if match and p.path[-1] in ("gate_up_ExDx2xF", "down_ExFxD"):
+        if match and p.path[-1] in ("gate_up_Ex2xDxF", "down_ExFxD"):
             other = _other_spelling(p, match[1])
         out.append(other if other is not None and rename(other.tensors[0].name) in names else p)
     return out

@@ -31,7 +31,7 @@ class MoE(nnx.Module):
         self.router_DxE = param(rngs, (d, e), ("embed", None), dtype, d)
         self.router_bias_E = param(rngs, (e,), (None,), dtype, 0) if moe.router_bias else None
         self.selection_bias_E = param(rngs, (e,), (None,), jnp.float32, 0) if moe.selection_bias else None
-        self.gate_up_ExDx2xF = param(rngs, (e, d, 2, f), ("experts", "embed", None, "mlp"), dtype, d)
+        self.gate_up_Ex2xDxF = param(rngs, (e, 2, d, f), ("experts", None, "embed", "mlp"), dtype, d)
         self.down_ExFxD = param(rngs, (e, f, d), ("experts", "mlp", "embed"), dtype, f)
         has_bias = moe.expert_bias
         self.gate_up_bias_Ex2xF = param(rngs, (e, 2, f), ("experts", None, "mlp"), dtype, 0) if has_bias else None
@@ -57,7 +57,7 @@ class MoE(nnx.Module):
     def _routed(self, x_BxMxD: jax.Array) -> jax.Array:
         """The experts' weighted sum, float32, each device of the surrounding mesh doing its part."""
         names = (
-            "router_DxE", "router_bias_E", "selection_bias_E", "gate_up_ExDx2xF", "gate_up_bias_Ex2xF",
+            "router_DxE", "router_bias_E", "selection_bias_E", "gate_up_Ex2xDxF", "gate_up_bias_Ex2xF",
             "down_ExFxD", "down_bias_ExD",
         )  # fmt: skip
         variables = {name: getattr(self, name) for name in names}
@@ -97,7 +97,7 @@ class MoE(nnx.Module):
         x_TxD, k = x_BxMxD.reshape(b * m, d), self.moe.experts_per_token
         weight_TxK, expert_TxK = self._route(x_TxD, weights)
 
-        gate_up_ExDx2xF, down_ExFxD = weights["gate_up_ExDx2xF"], weights["down_ExFxD"]
+        gate_up_Ex2xDxF, down_ExFxD = weights["gate_up_Ex2xDxF"], weights["down_ExFxD"]
         e, f = down_ExFxD.shape[:2]
         # One row a choice, sorted by expert. Choices of other devices' experts go to the end, as expert e.
         first = jax.lax.axis_index(expert_axes) * e if expert_axes else 0
@@ -110,8 +110,16 @@ class MoE(nnx.Module):
         if self.moe.weigh_input:
             x_RxD = (x_RxD * weight_R[:, None]).astype(x_TxD.dtype)
 
-        h_Rx2xF = expert_matmul(x_RxD, gate_up_ExDx2xF.reshape(e, d, 2 * f), count_E)
-        h_Rx2xF = h_Rx2xF.astype(x_TxD.dtype).reshape(-1, 2, f)
+        # Gates and ups as 2 E experts, of which every other one has no rows. As columns of one product they would
+        # have to be laid side by side first: on TPUs, a copy of all experts' weights at every call.
+        both_2ExDxF, none_E = gate_up_Ex2xDxF.reshape(2 * e, d, f), jnp.zeros_like(count_E)
+        h_Rx2xF = jnp.stack(
+            [
+                expert_matmul(x_RxD, both_2ExDxF, jnp.stack(counts, axis=1).reshape(-1)).astype(x_TxD.dtype)
+                for counts in ((count_E, none_E), (none_E, count_E))
+            ],
+            axis=1,
+        )
         if "gate_up_bias_Ex2xF" in weights:
             h_Rx2xF += weights["gate_up_bias_Ex2xF"].at[expert_R].get(mode="clip")
         inner_RxF = gated(h_Rx2xF[:, 0], h_Rx2xF[:, 1], self.activation, self.limit)

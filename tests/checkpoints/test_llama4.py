@@ -133,5 +133,5 @@ def test_gate_comes_before_up():
     hf, weights = golden_family("llama4_text")
     moe = parameters(target_config_from_hf(hf), weights)["layers"][1]["moe"]
     stored_ExDx2F = weights["model.layers.1.feed_forward.experts.gate_up_proj"]
-    np.testing.assert_array_equal(moe["gate_up_ExDx2xF"][:, :, 0], stored_ExDx2F[..., :16])
-    np.testing.assert_array_equal(moe["gate_up_ExDx2xF"][:, :, 1], stored_ExDx2F[..., 16:])
+    np.testing.assert_array_equal(moe["gate_up_Ex2xDxF"][:, 0], stored_ExDx2F[..., :16])
+    np.testing.assert_array_equal(moe["gate_up_Ex2xDxF"][:, 1], stored_ExDx2F[..., 16:])

@@ -316,21 +316,21 @@ def joined(name: str, layer: int, *path: str) -> np.ndarray:
 
 def test_experts_lie_in_their_places():
     _, weights = family("mixtral")
-    gate_up_ExDx2xF = joined("mixtral", 1, "moe", "gate_up_ExDx2xF")
+    gate_up_Ex2xDxF = joined("mixtral", 1, "moe", "gate_up_Ex2xDxF")
     down_ExFxD = joined("mixtral", 1, "moe", "down_ExFxD")
     for e in range(6):
         prefix = f"model.layers.1.block_sparse_moe.experts.{e}"
-        np.testing.assert_array_equal(gate_up_ExDx2xF[e, :, 0], weights[f"{prefix}.w1.weight"].T)
-        np.testing.assert_array_equal(gate_up_ExDx2xF[e, :, 1], weights[f"{prefix}.w3.weight"].T)
+        np.testing.assert_array_equal(gate_up_Ex2xDxF[e, 0], weights[f"{prefix}.w1.weight"].T)
+        np.testing.assert_array_equal(gate_up_Ex2xDxF[e, 1], weights[f"{prefix}.w3.weight"].T)
         np.testing.assert_array_equal(down_ExFxD[e], weights[f"{prefix}.w2.weight"].T)
 
 
 def test_gates_and_ups_of_gpt_oss_alternate():
     _, weights = family("gpt_oss")
     stored = weights["model.layers.2.mlp.experts.gate_up_proj"]
-    gate_up_ExDx2xF = joined("gpt_oss", 2, "moe", "gate_up_ExDx2xF")
-    np.testing.assert_array_equal(gate_up_ExDx2xF[:, :, 0], stored[..., ::2])
-    np.testing.assert_array_equal(gate_up_ExDx2xF[:, :, 1], stored[..., 1::2])
+    gate_up_Ex2xDxF = joined("gpt_oss", 2, "moe", "gate_up_Ex2xDxF")
+    np.testing.assert_array_equal(gate_up_Ex2xDxF[:, 0], stored[..., ::2])
+    np.testing.assert_array_equal(gate_up_Ex2xDxF[:, 1], stored[..., 1::2])
     bias_Ex2xF = joined("gpt_oss", 2, "moe", "gate_up_bias_Ex2xF")
     np.testing.assert_array_equal(bias_Ex2xF[:, 1], weights["model.layers.2.mlp.experts.gate_up_proj_bias"][:, 1::2])
 

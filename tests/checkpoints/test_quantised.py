@@ -174,10 +174,10 @@ def test_an_mxfp4_checkpoint_has_the_tensors_of_the_plain_one(tmp_path):
         np.testing.assert_array_equal(reader.read(name), value)
     # Rows of gate and up alternate in the blocks as the columns do in the plain tensor.
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    (placement,) = (p for p in target_placements(config, False) if p.path == ("layers", 0, "moe", "gate_up_ExDx2xF"))
-    gate_up_ExDx2xF = placement.join(reader.read(name))
+    (placement,) = (p for p in target_placements(config, False) if p.path == ("layers", 0, "moe", "gate_up_Ex2xDxF"))
+    gate_up_Ex2xDxF = placement.join(reader.read(name))
     rows = dequantise_mxfp4(stored[f"{name}_blocks"][:, 1::2], stored[f"{name}_scales"][:, 1::2])
-    np.testing.assert_array_equal(gate_up_ExDx2xF[:, :, 1], rows)
+    np.testing.assert_array_equal(gate_up_Ex2xDxF[:, 1], rows)
 
 
 ONE = np.ones((4, 8), FP8)

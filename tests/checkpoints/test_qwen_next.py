@@ -211,7 +211,7 @@ def test_experts_one_by_one_or_stacked(name):
     hf, weights = golden_family(name)
     config = target_config_from_hf(hf)
     apart, together = parameters(config, weights), parameters(config, stacked(weights, 6))
-    for key in ("gate_up_ExDx2xF", "down_ExFxD"):
+    for key in ("gate_up_Ex2xDxF", "down_ExFxD"):
         ours = together["layers"][0]["moe"][key][...]
         np.testing.assert_array_equal(ours, apart["layers"][0]["moe"][key][...])
     assert_same_bytes(exported(config, together, stacked(weights, 6)), stacked(weights, 6))

@@ -125,7 +125,7 @@ def slow_moe(layer: MoE, config: TargetConfig, x_BxMxD):
     for t, x in enumerate(x_TxD):
         chosen = slow_route(x @ p["router_DxE"] + p.get("router_bias_E", 0), p.get("selection_bias_E", 0), moe)
         for e, weight in chosen:
-            inner = np.einsum("d,dgf->gf", weight * x if moe.weigh_input else x, p["gate_up_ExDx2xF"][e])
+            inner = np.einsum("d,gdf->gf", weight * x if moe.weigh_input else x, p["gate_up_Ex2xDxF"][e])
             inner += p["gate_up_bias_Ex2xF"][e] if moe.expert_bias else 0
             y = slow_activation(*inner, config) @ p["down_ExFxD"][e]
             y += p["down_bias_ExD"][e] if moe.expert_bias else 0
@@ -241,7 +241,7 @@ def dense_moe(params, x_TxD, config):
     logits_TxE = x_TxD @ params["router_DxE"][...]
     weight_TxK, expert_TxK = route(logits_TxE, None, moe)
     weight_TxE = (jax.nn.one_hot(expert_TxK, moe.num_experts) * weight_TxK[..., None]).sum(1)
-    h = jnp.einsum("td,edgf->tegf", x_TxD, params["gate_up_ExDx2xF"][...])
+    h = jnp.einsum("td,egdf->tegf", x_TxD, params["gate_up_Ex2xDxF"][...])
     inner = jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
     return jnp.einsum("tef,efd,te->td", inner, params["down_ExFxD"][...], weight_TxE)
 

@@ -279,10 +279,10 @@ def experts(
     gate, up, down = ([f"{prefix}.{e}.{name}.weight" for e in range(num)] for name in names)
     return [
         Placement(
-            (*path, "gate_up_ExDx2xF"),
+            (*path, "gate_up_Ex2xDxF"),
             tuple(StoredTensor(name, (ffn, hidden)) for name in (*gate, *up)),
-            lambda *xs: np.stack(xs).reshape(2, num, ffn, hidden).transpose(1, 3, 0, 2),
-            lambda x: tuple(x.transpose(2, 0, 3, 1).reshape(2 * num, ffn, hidden)),
+            lambda *xs: np.stack(xs).reshape(2, num, ffn, hidden).transpose(1, 0, 3, 2),
+            lambda x: tuple(x.transpose(1, 0, 3, 2).reshape(2 * num, ffn, hidden)),
         ),
         Placement(
             (*path, "down_ExFxD"),
@@ -301,10 +301,10 @@ def stacked_experts(path: Path, prefix: str, num: int, hidden: int, ffn: int) ->
     """
     return [
         Placement(
-            (*path, "gate_up_ExDx2xF"),
+            (*path, "gate_up_Ex2xDxF"),
             (StoredTensor(f"{prefix}.gate_up_proj", (num, 2 * ffn, hidden)),),
-            lambda x: x.reshape(num, 2, ffn, hidden).transpose(0, 3, 1, 2),
-            lambda x: (x.transpose(0, 2, 3, 1).reshape(num, 2 * ffn, hidden),),
+            lambda x: x.reshape(num, 2, ffn, hidden).transpose(0, 1, 3, 2),
+            lambda x: (x.transpose(0, 1, 3, 2).reshape(num, 2 * ffn, hidden),),
         ),
         Placement(
             (*path, "down_ExFxD"),

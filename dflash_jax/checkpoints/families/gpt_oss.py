@@ -114,10 +114,10 @@ def _layer(config: TargetConfig, i: int, path: Path, prefix: str) -> list[Placem
         transposed((*moe, "router_DxE"), f"{stored}.router.weight", (e, d)),
         identity((*moe, "router_bias_E"), f"{stored}.router.bias", (e,)),
         Placement(
-            (*moe, "gate_up_ExDx2xF"),
+            (*moe, "gate_up_Ex2xDxF"),
             (StoredTensor(f"{stored}.experts.gate_up_proj", (e, d, 2 * f)),),
-            lambda x: x.reshape(e, d, f, 2).swapaxes(2, 3),
-            lambda x: (x.swapaxes(2, 3).reshape(e, d, 2 * f),),
+            lambda x: x.reshape(e, d, f, 2).transpose(0, 3, 1, 2),
+            lambda x: (x.transpose(0, 2, 3, 1).reshape(e, d, 2 * f),),
         ),
         Placement(
             (*moe, "gate_up_bias_Ex2xF"),

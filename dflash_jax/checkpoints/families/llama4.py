@@ -160,10 +160,10 @@ def _layer(config: TargetConfig, i: int, path: Path, prefix: str) -> list[Placem
         *placed,
         transposed((*path, "moe", "router_DxE"), f"{feed_forward}.router.weight", (e, d)),
         Placement(
-            (*path, "moe", "gate_up_ExDx2xF"),
+            (*path, "moe", "gate_up_Ex2xDxF"),
             (StoredTensor(f"{feed_forward}.experts.gate_up_proj", (e, d, 2 * f)),),
-            lambda x: x.reshape(e, d, 2, f),
-            lambda x: (x.reshape(e, d, 2 * f),),
+            lambda x: x.reshape(e, d, 2, f).swapaxes(1, 2),
+            lambda x: (x.swapaxes(1, 2).reshape(e, d, 2 * f),),
         ),
         identity((*path, "moe", "down_ExFxD"), f"{feed_forward}.experts.down_proj", (e, f, d)),
         *common.mlp((*path, "moe", "shared"), f"{feed_forward}.shared_expert", d, moe.shared_intermediate_size),
