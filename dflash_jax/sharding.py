@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import ConfigError
@@ -152,6 +153,36 @@ def abstract_array(
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put(x: jax.typing.ArrayLike, layout: NamedSharding) -> jax.Array:
+    """`jax.device_put`, also onto devices of other processes: each brings the same array and keeps its part."""
+    if layout.is_fully_addressable:
+        return jax.device_put(x, layout)
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), layout), impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, layout, lambda index: whole[index])
+
+
+def on_this_process(tree: Any, mesh: Mesh) -> Any:
+    """Arrays of `mesh` as arrays of this process's part of it, the same buffers: nothing is sent or copied.
+
+    Raises:
+      ConfigError: an array is cut over devices of several processes, so that none has it whole.
+    """
+    local = mesh.local_mesh
+
+    def view(x: jax.Array) -> jax.Array:
+        layout = NamedSharding(local, x.sharding.spec)
+        if layout.shard_shape(x.shape) != x.sharding.shard_shape(x.shape):
+            raise ConfigError(
+                f"an array of shape {x.shape} lies on a mesh of {dict(mesh.shape)} as {x.sharding.spec}: no process "
+                f"has it whole on its own {dict(local.shape)}. Only mesh.data may span processes"
+            )
+        return jax.make_array_from_single_device_arrays(x.shape, layout, [s.data for s in x.addressable_shards])
+
+    return jax.tree.map(view, tree)
 
 
 def data_parallel_size(mesh: Mesh | None) -> int:

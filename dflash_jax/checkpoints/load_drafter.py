@@ -62,7 +62,7 @@ def load_drafter(
     except ConfigError as error:
         raise ConfigError(f"{directory / 'config.json'}: {error}") from error
     if not allow_end_as_mask:
-        _check_mask(config, target)
+        check_mask(config, target, "Set the id the drafter was trained with, or allow_end_as_mask=True if this is it")
     reader = SafetensorsReader(directory)
     ids_U = None if draft_vocab is False else read_draft_vocab(directory, config.vocab_size)
     if ids_U is None and draft_vocab:
@@ -164,7 +164,12 @@ def shared_weights(target: Target, draft_to_target: np.ndarray | None = None) ->
     return SharedWeights(table_VxD, head_DxU, ids_U)
 
 
-def _check_mask(config: DrafterConfig, target: Target) -> None:
+def check_mask(config: DrafterConfig, target: Target, way_out: str) -> None:
+    """Refuses a mask token that the target gives a meaning.
+
+    Raises:
+      ConfigError: the mask ends a text or pads one; `way_out` ends the message.
+    """
     ends = {"an end of text": target.eos_token_ids}
     padding = getattr(target.tokenizer, "pad_token_id", None)
     if padding is not None:
@@ -173,7 +178,7 @@ def _check_mask(config: DrafterConfig, target: Target) -> None:
         if config.mask_token_id in ids:
             raise ConfigError(
                 f"mask_token_id is {config.mask_token_id}, which is {role} of the target: usually a fallback that was "
-                "never meant. Set the id the drafter was trained with, or allow_end_as_mask=True if this is it"
+                f"never meant. {way_out}"
             )
 
 

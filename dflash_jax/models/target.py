@@ -60,7 +60,7 @@ def place(params: nnx.State, mesh: Mesh | None) -> nnx.State:
         return params
     return jax.tree.map(
         lambda variable: variable.replace(
-            jax.device_put(
+            sharding.put(
                 variable.get_value(),
                 sharding.named_sharding(mesh, variable.get_metadata("axes"), variable.get_value().shape),
             )

@@ -16,6 +16,7 @@ from dflash_jax.decoding.generate import generate
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.models.target import Target
+from dflash_jax.training import processes
 
 Evaluate = Callable[[Target, Drafter], Mapping[str, Any]]
 
@@ -43,6 +44,8 @@ class EvaluationConfig:
 def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | None:
     """evaluate(target, drafter) -> numbers, or None where the config has no prompts.
 
+    Several processes share the prompts, and all get the numbers of all.
+
     The numbers are those of `dflash_jax.evaluation.statistics`: tau over all rounds (and by source, `tau_code`),
     tau_per_answer, and accept_j, the share of j-th drafted tokens that were accepted when all before them were.
 
@@ -69,14 +72,15 @@ def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | Non
         prompts = [ids for group in encoded.values() for ids in group]
         sources = [name for name, group in encoded.items() for _ in group]
         results = generate(
-            target, drafter, prompts, max_tokens=config.max_tokens, batch=config.batch_size,
+            target, drafter, processes.share(prompts), max_tokens=config.max_tokens, batch=config.batch_size,
             block_size=config.block_size,
         )  # fmt: skip
+        acceptance = processes.gather([r.acceptance for r in results], len(prompts), config.max_tokens)
         size = config.block_size or drafter.block_size
         by_source: dict[str, list[list[int]]] = {}
-        for source, result in zip(sources, results, strict=True):
-            by_source.setdefault(source, []).append(result.acceptance)
-        numbers = summarise((r.acceptance for r in results), size)
+        for source, rounds in zip(sources, acceptance, strict=True):
+            by_source.setdefault(source, []).append(rounds)
+        numbers = summarise(acceptance, size)
         if numbers["tau"] is None:
             raise ConfigError(
                 f"evaluation.max_tokens is {config.max_tokens} and no answer went beyond its first token: there is no "

@@ -25,13 +25,14 @@ from ml_collections import ConfigDict
 from dflash_jax import sharding
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab, write_draft_vocab
 from dflash_jax.checkpoints.export_drafter import export_drafter
-from dflash_jax.checkpoints.load_drafter import bind_drafter, load_drafter, shared_weights
+from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
+from dflash_jax.training import processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
@@ -111,7 +112,8 @@ def train(
         run, evaluation.
       workdir: receives config.json, metrics.jsonl, tensorboard/, checkpoints/, best/ and export/.
       target, data, evaluate: None builds them from the config; a notebook or a test may pass its own.
-        `evaluate(target, drafter)` runs the draft-verify loop on held-out prompts and returns at least "tau".
+        `evaluate(target, drafter)` runs the draft-verify loop on held-out prompts and returns at least "tau"; with
+        several processes each calls it, on its own devices.
 
     Raises:
       ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with.
@@ -131,17 +133,21 @@ def train(
         raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
 
     logging.info("== target")
-    mesh = from_config_dict(MeshConfig, config.mesh).make()
+    mesh = _mesh(config)
     if target is None:
         target = _target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
     draft = _drafter_config(config, target)
+    check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
+    own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
     if data is None:
-        data = open_training_data(config.data.to_dict(), target, draft.target_layer_ids, workdir)
+        data = processes.in_turn(
+            lambda: open_training_data(config.data.to_dict(), own, draft.target_layer_ids, workdir)
+        )  # fmt: skip
     if evaluate is None:
-        evaluate = open_evaluation(config.evaluation.to_dict(), target)
+        evaluate = open_evaluation(config.evaluation.to_dict(), own)
 
     logging.info("== drafter")
     step_config = StepConfig(
@@ -161,12 +167,13 @@ def train(
     checkpoints = Checkpoints(workdir / "checkpoints", run.keep_checkpoints)
     latest = checkpoints.latest
     if latest is None:
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
         draft_to_target = choose_draft_vocabulary(data.samples, config.drafter.draft_vocab_size, target)
-        (workdir / DRAFT_VOCAB_FILE).unlink(missing_ok=True)  # of a run that was stopped before its first checkpoint
-        if draft_to_target is not None:
-            write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
-        statistics = _measure(config, target, draft, data.batches)
+        if processes.is_first():
+            (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
+            (workdir / DRAFT_VOCAB_FILE).unlink(missing_ok=True)  # of a run stopped before its first checkpoint
+            if draft_to_target is not None:
+                write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
+        statistics = _measure(config, own, draft, data.batches)
     else:
         facts = checkpoints.facts(latest)
         check_fingerprint(facts["fingerprint"], fingerprint, str(checkpoints.directory / str(latest)))
@@ -175,7 +182,7 @@ def train(
     facts = {"fingerprint": fingerprint, "statistics": dataclasses.asdict(statistics)}
     logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
 
-    params = _initial_params(config, target, draft, statistics)
+    params = _initial_params(config, own, draft, statistics)
     unit = coordinate_units(params, draft, statistics)
     optimizer = make_optimizer(optimizer_config, unit)
     state = init_state(params, optimizer, config.seed, mesh, ema=optimizer_config.ema_decay > 0)
@@ -198,14 +205,17 @@ def train(
     train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh)
 
     def chosen(state: TrainState) -> nnx.State:
-        return state.ema if run.export_weights == "ema" else state.params
+        params = state.ema if run.export_weights == "ema" else state.params
+        return params if jax.process_count() == 1 else sharding.on_this_process(params, mesh)
 
     def bound(state: TrainState) -> Drafter:
         # A copy: the step donates the state's buffers, and the drafter lives on.
         params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), chosen(state))
-        return bind_drafter(draft, graphdef, params, target, draft_to_target, source=f"{workdir} step {state.step}")
+        return bind_drafter(draft, graphdef, params, own, draft_to_target, source=f"{workdir} step {state.step}")
 
     def export(state: TrainState, name: str) -> pathlib.Path:
+        if not processes.is_first():
+            return workdir / name
         training = {"step": int(state.step), "weights": run.export_weights}
         if run.export_weights == "ema":
             training["ema_decay"] = optimizer_config.ema_decay
@@ -244,20 +254,21 @@ def train(
         nonlocal best, evaluation
         if evaluate is None:
             return
-        evaluation = dict(evaluate(target, bound(state)))
+        evaluation = dict(evaluate(own, bound(state)))
         writer.write(step, "eval", evaluation)
         logging.info("step %d evaluation: %s", step, _line(evaluation))
         _warn_if_apart(evaluation["tau"], last_summary.get("chain_tau"))
         if evaluation["tau"] > best["tau"]:
             best = {"step": step, "tau": evaluation["tau"]}
             export(state, "best")
-            (workdir / "best.json").write_text(json.dumps(best))
+            if processes.is_first():
+                (workdir / "best.json").write_text(json.dumps(best))
 
     last_summary: dict[str, float] = {}
     saved_at = logged_at = time.monotonic()
     with (
         checkpoints,
-        contextlib.closing(MetricsWriter(workdir, step)) as writer,
+        contextlib.closing(MetricsWriter(workdir, step, enabled=processes.is_first())) as writer,
         _progress(step, last_step) as bar,
         _stop_signal() as stopped,
     ):
@@ -313,6 +324,18 @@ def _target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
     return load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, progress=progress)
 
 
+def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
+    mesh, count = from_config_dict(MeshConfig, config.mesh), jax.process_count()
+    if count > 1 and mesh.size != jax.device_count():
+        raise ConfigError(
+            f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "
+            "processes"
+        )
+    if mesh.data % count:
+        raise ConfigError(f"mesh.data is {mesh.data}, must be a multiple of the {count} processes")
+    return mesh.make()
+
+
 def _drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
     fields = config.drafter.to_dict()
     for name in ("init_layers", "init_from", "draft_vocab_size"):
@@ -340,11 +363,9 @@ def _measure(config: ConfigDict, target: Target, draft: DrafterConfig, batches: 
     start = batches.get_state()
     batch = next(batches)
     batches.set_state(start)
-    rows = min(4, len(batch["length_B"]))
-    return measure(
-        target, batch["tokens_BxS"][:rows], batch["length_B"][:rows], draft.target_layer_ids,
-        tuple(config.drafter.init_layers),
-    )  # fmt: skip
+    token_BxS, length_B = (processes.first_rows(batch[name], 4) for name in ("tokens_BxS", "length_B"))
+    found = measure(target, token_BxS, length_B, draft.target_layer_ids, tuple(config.drafter.init_layers))
+    return Statistics(*(processes.of_the_first(numbers) for numbers in dataclasses.astuple(found)))
 
 
 def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.Mesh | None) -> jax.Array | None:
@@ -352,7 +373,7 @@ def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.
         return None
     inverse_V = np.full((vocab,), -1, np.int32)
     inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
-    return jax.device_put(inverse_V, None if mesh is None else sharding.replicated(mesh))
+    return jnp.asarray(inverse_V) if mesh is None else sharding.put(inverse_V, sharding.replicated(mesh))
 
 
 @contextlib.contextmanager
@@ -389,7 +410,8 @@ def _progress(step: int, last_step: int) -> Any:
     """A bar on a terminal; elsewhere log lines do."""
     from tqdm import tqdm
 
-    return tqdm(total=last_step, initial=step, disable=not sys.stderr.isatty(), unit="step", dynamic_ncols=True)
+    shown = sys.stderr.isatty() and processes.is_first()
+    return tqdm(total=last_step, initial=step, disable=not shown, unit="step", dynamic_ncols=True)
 
 
 def _report(bar: Any, step: int, summary: Mapping[str, float]) -> None:

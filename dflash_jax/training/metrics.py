@@ -51,9 +51,15 @@ class MetricsWriter:
     """Appends to `metrics.jsonl` in the workdir, and to TensorBoard files beside it.
 
     After a resume, lines of steps that are about to be taken again are dropped: each step stands once.
+
+    Args:
+      enabled: False writes nothing: another process of the run does.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, first_step: int = 0):
+    def __init__(self, workdir: str | pathlib.Path, first_step: int = 0, enabled: bool = True):
+        self._enabled = enabled
+        if not enabled:
+            return
         import tensorboardX  # in the `train` extra
 
         directory = pathlib.Path(workdir)
@@ -66,6 +72,8 @@ class MetricsWriter:
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """One line {"step", "kind", ...}; `kind` is train or eval and the prefix on TensorBoard."""
+        if not self._enabled:
+            return
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -74,6 +82,8 @@ class MetricsWriter:
         self._board.flush()
 
     def close(self) -> None:
+        if not self._enabled:
+            return
         self._file.close()
         self._board.close()
 

@@ -172,7 +172,7 @@ def init_state(
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed), average)
     if mesh is None:
         return state
-    return jax.tree.map(jax.device_put, state, state_shardings(state, optimizer, mesh))
+    return jax.tree.map(sharding.put, state, state_shardings(state, optimizer, mesh))
 
 
 def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:

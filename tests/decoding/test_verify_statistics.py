@@ -117,6 +117,17 @@ def test_plain_decoding_has_the_same_law(name):
         assert p > ACCEPT, (name_of_law, p)
 
 
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_b35_tokens_outside_a_pruned_draft_vocabulary_are_emitted_all_the_same(name):
+    """A law over three draft ids, scattered to the target's vocabulary: the residual gives the others back."""
+    draft_ids, drafter = [1, 4, 6], np.full_like(DRAFTER, -np.inf)
+    drafter[..., draft_ids] = DRAFTER[..., draft_ids]
+    law = joint_law(TARGET, RULES[name])
+    assert np.delete(law.sum((1, 2)), draft_ids).sum() > 0.2
+    for name_of_law, p in judge_verifier(RULES[name], seed=11, drafter=drafter, kind="drawn").items():
+        assert p > ACCEPT, (name_of_law, p)
+
+
 # Negative controls: wrong verifiers, condemned by the test above ------------------------------------------------
 
 

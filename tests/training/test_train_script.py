@@ -1,17 +1,20 @@
 """The whole way: train.py on the tiny variant, and the numbers it reports."""
 
+import dataclasses
 import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 from absl import logging
 
 import dflash_jax
+from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.config import ConfigError
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.training import acceptance, loop
@@ -92,6 +95,27 @@ def test_the_recipe_fits_the_real_target():
     assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 2
 
 
+def test_b36_a_mask_that_ends_answers_or_pads_is_refused_before_training(tmp_path):
+    config = get_config("tiny")
+    config.drafter.mask_token_id = 0
+    with pytest.raises(ConfigError, match=r"mask_token_id is 0, which is an end of text.* Set drafter\.mask_token_id"):
+        loop.train(config, tmp_path, target=tiny_target())
+    padded = dataclasses.replace(toy.target(), tokenizer=types.SimpleNamespace(pad_token_id=toy.MASK))
+    with pytest.raises(ConfigError, match=f"mask_token_id is {toy.MASK}, which is padding"):
+        loop.train(toy.experiment(), tmp_path, target=padded, data=toy.data())
+    assert not list(tmp_path.iterdir())
+
+
+def test_b36_a_drafter_to_go_on_from_must_have_this_mask(tmp_path):
+    _, params = toy.drafter(toy.drafter_config())
+    made = export_drafter(tmp_path / "made", toy.drafter_config(mask_token_id=5), params)
+    config = toy.experiment()
+    config.drafter.update(init_from=str(made), init_layers=())
+    config.drafter.update(sliding_window=6, num_full_layers=1)
+    with pytest.raises(ConfigError, match="has mask_token_id = 5, this run has 3"):
+        loop.train(config, tmp_path / "run", target=toy.target(), data=toy.data())
+
+
 def test_metrics_are_means_over_the_whole_window():
     one = {"loss": 6.0, "hard": 4.0, "soft": 2.0, "hard_denominator": 1.0, "denominator": 2.0,
            "count_J": np.asarray([4, 2]), "correct_J": np.asarray([2, 1]), "agree_J": np.asarray([1, 0]),
@@ -123,6 +147,13 @@ def test_metrics_written_again_after_a_resume_stand_once(tmp_path):
     again.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(x["step"], x["loss"]) for x in lines] == [(5, 5.0), (10, 10.0), (15, 1.5)]
+
+
+def test_metrics_of_another_process_are_not_written(tmp_path):
+    writer = MetricsWriter(tmp_path, enabled=False)
+    writer.write(5, "train", {"loss": 1.0})
+    writer.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_gap_between_training_and_serving_is_said_aloud(caplog):

@@ -37,8 +37,8 @@ def drafter_config(**changes) -> DrafterConfig:
     return dataclasses.replace(config, **changes)
 
 
-def target(seed: int = 0):
-    return random_target(target_config(), seed)
+def target(seed: int = 0, mesh=None):
+    return random_target(target_config(), seed, mesh=mesh)
 
 
 def drafter(config: DrafterConfig, seed: int = 1):
@@ -83,14 +83,17 @@ class Recorded:
         self.batches.set_state(state)
 
 
-def data(rows: int = 12, length: int = 24, batch_size: int = 4) -> TrainingData:
+def data(rows: int = 12, length: int = 24, batch_size: int = 4, process: int = 0, processes: int = 1) -> TrainingData:
     """Batches of the real iterator (shuffled, read ahead) over samples in memory, without features."""
     rng = np.random.default_rng(7)
     starts = rng.integers(2, length // 2, rows)
     ends = rng.integers(length // 2 + 3, length + 1, rows)
     whole = batch(7, rows, length, starts, ends, features=False)
     samples = [Sample(str(i), whole["tokens_BxS"][i, :e], whole["loss_mask_BxS"][i, :e]) for i, e in enumerate(ends)]
-    iterator = make_iterator(samples, batch_size=batch_size, seq_len=length, seed=5)
+    iterator = make_iterator(
+        samples, batch_size=batch_size // processes, seq_len=length, seed=5, process_index=process,
+        process_count=processes,
+    )  # fmt: skip
     return TrainingData(Recorded(iterator), samples, {"rows": rows, "length": length})
 
 
