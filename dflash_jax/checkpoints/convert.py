@@ -82,7 +82,9 @@ def convert(
     manifest = Manifest(
         opened.source, fingerprint(opened), jnp.dtype(opened.dtype).name, converted.group_contents(abstract)
     )
-    if _prepare(out, manifest):
+    needed = _prepare(out, manifest)
+    _wait_for_all("looked")  # before anything is written
+    if needed:
         if jax.process_index() == 0:
             converted.remove_unfinished(out)
             converted.write_manifest(out, manifest)  # before anything else: from now on this run can be gone on with
@@ -191,7 +193,7 @@ def _write_groups(
         for group, members in groups.items()
     }
     written = {group for group in groups if converted.is_written(out, group)}
-    _wait_for_all("looked")  # all processes skip the same parts
+    _wait_for_all("listed")  # all processes skip the same parts
     done, total = sum(sizes[group] for group in written), sum(sizes.values())
     for group, members in groups.items():
         if group in written:
