@@ -38,6 +38,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.drafter.target_layer_ids = (1, 8, 15, 22, 28)  # of 30; the last layer's output is not tapped
     config.drafter.init_layers = (27, 29)
     config.drafter.init_from = ""  # a drafter in z-lab format to go on from, with fresh optimiser state
+    config.drafter.trunk = "trained"  # "frozen": train fc and hidden_norm only, the rest is that of `init_from`
     config.drafter.draft_vocab_size = 16384
 
     config.data = ConfigDict()

@@ -34,6 +34,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.training import processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
+from dflash_jax.training.adapter import FROZEN, check_trunk, trainable, with_trunk_of
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.dry_run import TINY, tiny_target
@@ -132,6 +133,7 @@ def train(
     if run.save_every_minutes is not None and jax.process_count() > 1:
         raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
 
+    check_trunk(config.drafter.trunk, config.drafter.init_from)
     logging.info("== target")
     mesh = _mesh(config)
     if target is None:
@@ -157,7 +159,11 @@ def train(
         "seed": config.seed,
         "target": {"source": target.source, "config": dataclasses.asdict(target.config)},
         "drafter": dataclasses.asdict(draft),
-        "init": {"layers": list(config.drafter.init_layers), "from": config.drafter.init_from},
+        "init": {
+            "layers": list(config.drafter.init_layers),
+            "from": config.drafter.init_from,
+            "trunk": config.drafter.trunk,
+        },
         "draft_vocab_size": config.drafter.draft_vocab_size,
         "step": dataclasses.asdict(step_config),
         "optimizer": dataclasses.asdict(optimizer_config),
@@ -184,7 +190,8 @@ def train(
 
     params = _initial_params(config, own, draft, statistics)
     unit = coordinate_units(params, draft, statistics)
-    optimizer = make_optimizer(optimizer_config, unit)
+    changing = trainable(params, config.drafter.trunk)
+    optimizer = make_optimizer(optimizer_config, unit, changing)
     state = init_state(params, optimizer, config.seed, mesh, ema=optimizer_config.ema_decay > 0)
     if latest is not None:
         state, data_state = checkpoints.restore(latest, state)
@@ -202,7 +209,7 @@ def train(
         target=target.params,
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
-    train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh)
+    train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh, changing)
 
     def chosen(state: TrainState) -> nnx.State:
         params = state.ema if run.export_weights == "ema" else state.params
@@ -338,16 +345,17 @@ def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
 
 def _drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
     fields = config.drafter.to_dict()
-    for name in ("init_layers", "init_from", "draft_vocab_size"):
+    for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
         fields.pop(name)
     return drafter_config(target.config, **fields)
 
 
 def _initial_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
-    if not config.drafter.init_from:
-        return initial_params(
+    if not config.drafter.init_from or config.drafter.trunk == FROZEN:
+        params = initial_params(
             draft, target, statistics, seed=config.seed, init_layers=tuple(config.drafter.init_layers)
         )
+        return with_trunk_of(config.drafter.init_from, draft, params) if config.drafter.init_from else params
     trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
     ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
     for name, value in ours.items():

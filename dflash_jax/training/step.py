@@ -127,17 +127,19 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: OptimizerConfig, unit: Any = None) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, unit: Any = None, trainable: Any = None) -> optax.GradientTransformation:
     """Clip, AdamW, schedule.
 
     Args:
       unit: None, or a tree like the parameters of factors (broadcastable): parameter = factor * coordinate,
         and clipping and Adam work on the coordinates. For kernels whose inputs are not of unit scale, see
         `initialise.coordinate_units`.
+      trainable: None, or a tree like the parameters of bools: weights that do not train do not decay either.
     """
 
     def mask(params: Any) -> Any:
-        return jax.tree.map(lambda x: x.ndim > 1, params)
+        matrices = jax.tree.map(lambda x: x.ndim > 1, params)
+        return matrices if trainable is None else jax.tree.map(lambda a, b: a and b, matrices, trainable)
 
     def scaled() -> optax.GradientTransformation:
         if unit is None:
@@ -291,6 +293,7 @@ def make_train_step(
     optimizer_config: OptimizerConfig,
     unit: Any = None,
     mesh: Mesh | None = None,
+    trainable: Any = None,
 ) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """train_step(state, frozen, batch) -> state, metrics; jitted, the state is donated.
 
@@ -301,8 +304,9 @@ def make_train_step(
     A state with an average (`init_state(ema=True)`) has it moved once an update, whatever the accumulation; a
     skipped update leaves it as it is. It needs `optimizer_config.ema_decay`.
 
-    `unit` is that of `make_optimizer`: the reported gradient norm is the one that is clipped. On a mesh the new
-    state is laid out as the old one, and metrics are on every device.
+    `unit` and `trainable` are those of `make_optimizer`: what does not train has no gradient, and the reported
+    gradient norm is the one that is clipped. On a mesh the new state is laid out as the old one, and metrics are on
+    every device.
 
     Metrics: see `dflash_jax.training.metrics.summarise`; values are device arrays.
     """
@@ -340,6 +344,8 @@ def make_train_step(
         grads, sums = gradient(state.params, state.key, frozen, batch)
         scale = 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0)
         grads = jax.tree.map(lambda g: g * scale, grads)
+        if trainable is not None:
+            grads = jax.tree.map(lambda g, trains: g if trains else jnp.zeros_like(g), grads, trainable)
         norm = optax.tree.norm(grads if unit is None else jax.tree.map(jnp.multiply, grads, unit))
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
 

@@ -109,7 +109,7 @@ def experiment(**run) -> ConfigDict:
             "target": {"source": "toy", "dtype": "float32"},
             "drafter": {
                 "num_layers": 2, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": (1, 3),
-                "init_layers": (2, 4), "init_from": "", "draft_vocab_size": 32,
+                "init_layers": (2, 4), "init_from": "", "trunk": "trained", "draft_vocab_size": 32,
             },
             "step": {"num_anchors": 5, "accumulation": 2, "compute_dtype": "float32"},
             "loss": {"hard_weight": 0.3, "soft_weight": 0.7, "gamma": 4.0, "chunk_slots": 24},

