@@ -10,12 +10,14 @@ from typing import Any
 import jax
 
 from dflash_jax.config import ConfigError
-from dflash_jax.evaluation.roofline import GIB, Chip
 from dflash_jax.sharding import AXES, MeshConfig
 from dflash_jax.tpu_topology import Topology
 
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_EXCEEDED = re.compile(r"Exceeded (?P<space>\w+) capacity by (?P<number>[\d.]+)(?P<unit>[KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# Two ways in which libtpu refuses a program. The second speaks of temporaries and means arguments too (0.0.52).
+_EXCEEDED = re.compile(rf"Exceeded hbm capacity by {_SIZE}")
+_NEEDED = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Compiled:
       flops, bytes_accessed: of XLA's cost analysis. It knows nothing of what happens inside Pallas kernels, counts
         every expert's matrices as read and the dearer branch of each condition, and counts what an instruction reads
         from the chip's own memory as if it came from HBM.
-      missing: bytes that XLA says it lacks; 0 where it compiled.
-      refusal: what XLA said then.
+      refusal: what XLA said where the program does not fit, else "".
+      missing: bytes of HBM that it said are missing; 0 where it compiled, or lacks another kind of memory.
     """
 
     seconds: float
@@ -40,17 +42,13 @@ class Compiled:
     results: int = 0
     flops: float = 0.0
     bytes_accessed: float = 0.0
-    missing: int = 0
     refusal: str = ""
+    missing: int = 0
 
     @property
     def total(self) -> int:
         """Bytes while it runs."""
         return self.arguments + self.temporaries + self.code + self.results
-
-    def lacks(self, chip: Chip) -> int:
-        """Bytes missing on the chip; 0 where it fits."""
-        return max(self.missing, self.total - int(chip.hbm), 0)
 
 
 def compile_program(lowered: jax.stages.Lowered) -> Compiled:
@@ -63,10 +61,10 @@ def compile_program(lowered: jax.stages.Lowered) -> Compiled:
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        missing = missing_bytes(str(error))
-        if missing is None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(time.monotonic() - start, missing=missing, refusal=str(error).splitlines()[0])
+        refusal = str(error).splitlines()[0]
+        return Compiled(time.monotonic() - start, refusal=refusal, missing=missing_bytes(str(error)))
     memory, cost = program.memory_analysis(), program.cost_analysis()
     return Compiled(
         seconds=time.monotonic() - start,
@@ -79,14 +77,18 @@ def compile_program(lowered: jax.stages.Lowered) -> Compiled:
     )
 
 
-def missing_bytes(message: str) -> int | None:
-    """Bytes of HBM that XLA says are missing; None where its complaint is another one."""
-    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
-        return None
-    match = _EXCEEDED.search(message)
-    if match is None or match["space"] != "hbm":
-        return None
-    return round(float(match["number"]) * _UNITS[match["unit"]])
+def missing_bytes(message: str) -> int:
+    """Bytes of HBM that XLA says are missing; 0 where it names none."""
+    if (match := _EXCEEDED.search(message)) is not None:
+        return _bytes(*match.groups())
+    if (match := _NEEDED.search(message)) is not None:
+        needed, available = _bytes(*match.groups()[:2]), _bytes(*match.groups()[2:])
+        return needed - available
+    return 0
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit])
 
 
 def mesh_on(section: MeshConfig, topology: Topology) -> jax.sharding.Mesh:
@@ -113,9 +115,13 @@ def _tensor_sizes(count: int) -> list[int]:
     return [size for size in (2, 8) if count % size == 0] or [count]
 
 
-def gib(size: float) -> str:
+def readable(size: float) -> str:
     """Bytes for people."""
-    return f"{size / GIB:.2f} GiB"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
 
 
 def as_json(compiled: Compiled) -> dict[str, Any]:

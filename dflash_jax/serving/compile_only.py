@@ -17,7 +17,7 @@ from dflash_jax.checkpoints.load_target import as_dtype
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_jax.decoding.abstract import AbstractStep, abstract_step
 from dflash_jax.decoding.step import step
-from dflash_jax.evaluation.ahead_of_time import Compiled, as_json, compile_program, gib, mesh_on
+from dflash_jax.evaluation.ahead_of_time import Compiled, as_json, compile_program, mesh_on, readable
 from dflash_jax.evaluation.roofline import (
     CHIPS,
     Chip,
@@ -88,7 +88,7 @@ def compile_only(
         stats["programs"][mode] = describe(abstract, compiled, work, chip)
     programs = stats["programs"].values()
     stats["missing_bytes"] = max(program["missing_bytes"] for program in programs)
-    stats["fits"] = stats["missing_bytes"] == 0
+    stats["fits"] = all(program["fits"] for program in programs)
     if drafter is not None:
         times = [stats["programs"][mode]["roofline_seconds"] for mode in (PLAIN, DFLASH)]
         stats["speedup"] = {f"{tau:g}": speedup(tau, *times) for tau in taus}
@@ -135,12 +135,12 @@ def describe(abstract: AbstractStep, compiled: Compiled, work: Work, chip: Chip)
         "cache": device_bytes((cache.k, cache.v, cache.page_table_BxT)),
         "recurrent_states": device_bytes(cache.recurrent),
     }
-    if compiled.total:
+    if not compiled.refusal:
         kinds["padding_and_rest"] = max(compiled.arguments - sum(kinds.values()), 0)
         kinds |= {
             "temporaries": compiled.temporaries, "code": compiled.code, "results": compiled.results,
         }  # fmt: skip
-    missing = compiled.lacks(chip)
+    missing = max(compiled.missing, sum(kinds.values()) - int(chip.hbm), 0)
     return {
         "block_size": abstract.config.block_size,
         "bytes_per_device": kinds | {"total": sum(kinds.values())},
@@ -149,7 +149,7 @@ def describe(abstract: AbstractStep, compiled: Compiled, work: Work, chip: Chip)
         "bytes": work.bytes,
         "link_bytes": work.link_bytes,
         "roofline_seconds": seconds(work, chip),
-        "fits": missing == 0,
+        "fits": not missing and not compiled.refusal,
         "missing_bytes": missing,
     }
 
@@ -170,15 +170,15 @@ def table(stats: dict[str, Any], place: Topology) -> Table:
     kinds = dict.fromkeys(kind for program in programs.values() for kind in program["bytes_per_device"])
     for kind in kinds:
         sizes = [program["bytes_per_device"].get(kind) for program in programs.values()]
-        shown.add_row(kind.replace("_", " "), *("" if size is None else gib(size) for size in sizes))
+        shown.add_row(kind.replace("_", " "), *("" if size is None else readable(size) for size in sizes))
     shown.add_section()
     lines = {
         "flops of a round": lambda p: f"{p['flops'] / 1e9:.1f} G",
-        "bytes read in a round": lambda p: gib(p["bytes"]),
-        "bytes sent in a round": lambda p: gib(p["link_bytes"]),
+        "bytes read in a round": lambda p: readable(p["bytes"]),
+        "bytes sent in a round": lambda p: readable(p["link_bytes"]),
         "roofline time of a round": lambda p: f"{1e3 * p['roofline_seconds']:.3f} ms",
         "flops, XLA's analysis": lambda p: f"{p['xla']['flops'] / 1e9:.1f} G" if not p["xla"]["refusal"] else "",
-        "bytes, XLA's analysis": lambda p: gib(p["xla"]["bytes_accessed"]) if not p["xla"]["refusal"] else "",
+        "bytes, XLA's analysis": lambda p: readable(p["xla"]["bytes_accessed"]) if not p["xla"]["refusal"] else "",
         "compiled in": lambda p: f"{p['xla']['seconds']:.0f} s",
     }
     for name, line in lines.items():
@@ -190,13 +190,16 @@ def table(stats: dict[str, Any], place: Topology) -> Table:
 
 def verdict(stats: dict[str, Any]) -> str:
     """One line."""
-    available = gib(stats["available_bytes"])
+    available = readable(stats["available_bytes"])
     if stats["fits"]:
         return f"It fits: {available} are there on each device."
-    return (
-        f"It does not fit: {gib(stats['missing_bytes'])} are missing on each device, which has {available}. More "
-        "devices, fewer cache.rows, a shorter cache.max_length, or another mesh may help; see docs/pods.md."
-    )
+    missing, refusals = stats["missing_bytes"], {p["xla"]["refusal"] for p in stats["programs"].values()} - {""}
+    lines = [f"It does not fit: {readable(missing)} are missing on each device, which has {available}."]
+    if not missing:
+        lines = ["It does not fit: XLA lacks memory of another kind than HBM."]
+    lines += [f"XLA: {refusal}" for refusal in sorted(refusals)]
+    lines.append("More devices, fewer cache.rows, a shorter cache.max_length or another mesh may help: docs/pods.md.")
+    return "\n".join(lines)
 
 
 def _check_arguments(stats_json: str | pathlib.Path | None, taus: Sequence[float]) -> None:
