@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -71,9 +70,6 @@ def load_golden(name: str) -> tuple[Target, Drafter, dict[str, np.ndarray]]:
         harmless=lambda tensor: is_harmless(config, tensor),
     )
     target = Target(config, graphdef, params, source=name)
-    with warnings.catch_warnings():
-        # The sliding case was saved with use_sliding_window false: the window was set afterwards.
-        warnings.filterwarnings("ignore", message=".*use_sliding_window")
-        drafter_config = drafter_config_from_hf(hf["draft"], config)
+    drafter_config = drafter_config_from_hf(hf["draft"], config)
     drafter = drafter_from_reader(drafter_config, ArrayReader(arrays, "draft_w.", name), target, source=name)
     return target, drafter, arrays

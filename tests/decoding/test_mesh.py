@@ -96,13 +96,19 @@ def test_b93_answers_drafts_and_caches_are_those_of_one_device(data, tensor):
 
 
 @functools.cache
+def long_requests() -> list[Request]:
+    """`requests`, until the target says again what it has said."""
+    return [dataclasses.replace(r, stop_token_ids=(), max_tokens=40) for r in requests()]
+
+
+@functools.cache
 def bent_requests() -> list[Request]:
     """Some rows with a bias or penalties, some without."""
     some = [
-        {"frequency_penalty": 1.5, "presence_penalty": 0.5}, {}, {"repetition_penalty": 1.8},
+        {"frequency_penalty": 2.0, "presence_penalty": 2.0}, {}, {"repetition_penalty": 1.8},
         {"logit_bias": {7: 30.0, 90: -np.inf}},
     ]  # fmt: skip
-    return [dataclasses.replace(r, stop_token_ids=(), **some[i % 4]) for i, r in enumerate(requests())]
+    return [dataclasses.replace(r, **some[i % 4]) for i, r in enumerate(long_requests())]
 
 
 @functools.cache
@@ -112,7 +118,7 @@ def one_device_bent() -> list:
 
 @pytest.mark.parametrize("data, tensor", [(8, 1), (2, 4)])
 def test_b46_counts_lie_where_the_logits_do_and_answers_are_those_of_one_device(data, tensor):
-    plain = run(engine(1, 1), [dataclasses.replace(r, stop_token_ids=()) for r in requests()])
+    plain = run(engine(1, 1), long_requests())
     differs = [a.token_ids != b.token_ids for a, b in zip(one_device_bent(), plain, strict=True)]
     assert [any(differs[kind::4]) for kind in range(4)] == [True, False, True, True]
     sharded = engine(data, tensor, logits_rules=True)

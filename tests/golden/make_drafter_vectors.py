@@ -3,8 +3,8 @@
     python tests/golden/make_drafter_vectors.py OUTPUT_DIR [case ...]      (pip install dflash_jax[parity])
 
 Target and drafter are tiny and trained for a minute on a synthetic rule, so that drafts are sometimes right and
-sometimes wrong. Everything is float32 on one CPU thread. README.md lists what a file holds; weights differ from
-the committed files (another random stream), the checks that read them do not depend on the weights.
+sometimes wrong. Everything is float32 on one CPU thread; weights are rounded to bfloat16 values before anything is
+recorded, which halves the files. README.md lists what a file holds.
 """
 
 import json
@@ -29,11 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 VOCAB, MASK, BLOCK, TAPS, PROMPT, SPLIT = 96, 95, 4, [1, 3, 4], 13, 9
 SHAPE = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 8,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
@@ -100,6 +100,13 @@ def plain_greedy(target, ids: torch.Tensor, num_tokens: int, stop: list[int] | N
         if stop and int(ids[0, -1]) in stop:
             break
     return ids
+
+
+def round_weights(model) -> None:
+    """Float32 weights that bfloat16 could hold: their low halves are zeros, and zeros pack well."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
 
 
 def record(target, drafter) -> dict[str, np.ndarray]:
@@ -172,6 +179,7 @@ def make(name: str, directory: pathlib.Path, target_steps: int = 400, drafter_st
     torch.manual_seed(0)
     target = model_class(config_class(**SHAPE, num_hidden_layers=6, bos_token_id=1, eos_token_id=2))
     train_target(target, target_steps)
+    round_weights(target)
     target.eval()
     config = Qwen3Config(
         **SHAPE,
@@ -185,6 +193,7 @@ def make(name: str, directory: pathlib.Path, target_steps: int = 400, drafter_st
     config._attn_implementation = "sdpa"
     drafter = DFlashDraftModel(config)
     train_drafter(drafter, target, drafter_steps)
+    round_weights(drafter)
     drafter.eval()
     with torch.no_grad():
         numbers = record(target, drafter)
