@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.config import ConfigError, RopeConfig
+from dflash_jax.config import FULL, ConfigError, RopeConfig, TargetConfig
 from dflash_jax.models.layers import RMSNorm, rope_frequencies, rope_table, rotate
+from dflash_jax.models.target import abstract_model
+from dflash_jax.models.transformer import Transformer
+from dflash_jax.models.whole_rows import forward_rows
 
 HEAD_DIM = 64
 POSITIONS = (4096, 4097, 4111, 131071)
@@ -55,6 +58,35 @@ def test_b33_norm_is_computed_in_float32():
     x_BxMxD = jnp.full((1, 1, 512), 300.0, jnp.float16)
     out_BxMxD = RMSNorm(512, 1e-6, jnp.float16, nnx.Rngs(0))(x_BxMxD)
     np.testing.assert_array_equal(np.asarray(out_BxMxD), 1.0)
+
+
+def primitives(jaxpr):
+    """Every equation of a jaxpr and of those within."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
+def test_b33_softmax_phases_norms_and_logits_of_a_bfloat16_model_are_float32():
+    config = TargetConfig(
+        family="qwen3", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
+        head_dim=8, rms_norm_eps=1e-6, rope=RopeConfig(), max_positions=64, layer_types=(FULL,) * 2, qk_norm=True,
+    )  # fmt: skip
+    graphdef, params = abstract_model(Transformer, config, jnp.bfloat16)
+
+    def logits(params, token_BxS):
+        model = nnx.merge(graphdef, params)
+        return model.logits(forward_rows(model, token_BxS, ()).hidden_BxMxD)
+
+    traced = jax.make_jaxpr(logits)(params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
+    found = {"exp": 0, "cos": 0, "sin": 0, "rsqrt": 0, "reduce_sum": 0}
+    for equation in primitives(traced.jaxpr):
+        if equation.primitive.name in found:
+            found[equation.primitive.name] += 1
+            assert all(v.aval.dtype == jnp.float32 for v in equation.outvars), equation
+    assert min(found.values()) > 0, found
+    assert traced.out_avals[0].dtype == jnp.float32
 
 
 def test_linear_divides_positions():
