@@ -27,7 +27,7 @@ from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_voca
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
-from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
@@ -141,7 +141,7 @@ def train(
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
-    draft = _drafter_config(config, target)
+    draft = configured_drafter(config, target.config)
     check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
     own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
     if data is None:
@@ -343,11 +343,12 @@ def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     return mesh.make()
 
 
-def _drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
+def configured_drafter(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
+    """The drafter that the config's `drafter` section asks for."""
     fields = config.drafter.to_dict()
     for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
         fields.pop(name)
-    return drafter_config(target.config, **fields)
+    return drafter_config(target, **fields)
 
 
 def _initial_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
