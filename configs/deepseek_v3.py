@@ -6,16 +6,15 @@
 say, without a TPU and without the weights (1.3 TB in bf16; the published FP8 files are dequantised on load), what the
 decode step takes on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chips of two devices each.)
 
-    python serve.py --config=configs/deepseek_v3.py --prompt="..." --config.drafter.source=DIRECTORY
-
-on such a slice loads the weights and answers; not run: no such slice was at hand.
+`target.source` is what loading would read. Answering was not run: serve.py is one process, and such a slice has many
+hosts.
 
 `architecture` is the published config.json as far as the decoder reads it. No DFlash drafter of this target is known;
 the one here has the shape that the conventions would give it (five layers, block 16, five taps by the default rule)
 and one of the tokenizer's reserved ids as its mask.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 LAYERS = 61
 
@@ -66,6 +65,7 @@ def get_config() -> ConfigDict:
     }
 
     config.drafter = ConfigDict({"source": "", "proposal": "argmax"})
+    config.drafter.block_size = config_dict.placeholder(int)  # None: as trained (16)
     config.drafter.architecture = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

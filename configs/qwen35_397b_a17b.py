@@ -6,15 +6,14 @@
 say, without a TPU and without the 800 GB of weights, what the decode step takes on each device. Results: docs/pods.md.
 (tpu7x:4x4x4 is 64 chips of two devices each.)
 
-    python serve.py --config=configs/qwen35_397b_a17b.py --prompt="..." --config.drafter.source=DIRECTORY
-
-on such a slice loads the weights and answers; not run: no such slice was at hand.
+`target.source` is what loading would read. Answering was not run: serve.py is one process, and such a slice has many
+hosts.
 
 `architecture` is the published config.json as far as the decoder reads it. The drafter's is what one trained by the
 conventions of the published Qwen3.5 drafters has: five layers, block 16, five taps by the default rule.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 LAYERS = 60
 
@@ -52,6 +51,7 @@ def get_config() -> ConfigDict:
     }
 
     config.drafter = ConfigDict({"source": "", "proposal": "argmax"})
+    config.drafter.block_size = config_dict.placeholder(int)  # None: as trained (16)
     config.drafter.architecture = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

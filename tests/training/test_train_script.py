@@ -91,7 +91,7 @@ def test_the_recipe_fits_the_real_target():
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
         head_dim=64, max_positions=8192, layer_types=("full_attention",) * 30,
     )  # fmt: skip
-    draft = loop._drafter_config(config, type("Target", (), {"config": architecture}))
+    draft = loop.configured_drafter(config, architecture)
     assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 2
 
 
