@@ -21,5 +21,5 @@ def get_config() -> ConfigDict:
     # Prompts of each task, 0 for all.
     config.tasks = ConfigDict({"humaneval": 0, "gsm8k": 40, "mtbench": 40, "truthfulqa": 40})
     config.chat_template_kwargs = ConfigDict()
-    config.overhead_rounds = 64
+    config.overhead_rounds = 256
     return config

@@ -17,6 +17,7 @@ On two CPU cores: about 150 answered tokens/s, 1,000 cached tokens/s, and 280 bl
 
 Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
     natural  the first stage
+    adapter  the shipped drafter's trunk, frozen, for a target without two of the layers (docs/training.md)
     tiny     a random target of width 32: the whole way in under a minute; tau stays near 1
 """
 
@@ -24,8 +25,8 @@ from ml_collections import ConfigDict, config_dict
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", "natural", "tiny"):
-        raise ValueError(f"variant {variant!r} is unknown; known are 'natural', 'tiny' and none")
+    if variant not in ("", "natural", "adapter", "tiny"):
+        raise ValueError(f"variant {variant!r} is unknown; known are 'natural', 'adapter', 'tiny' and none")
     config = ConfigDict()
     config.seed = 0
     config.mesh = ConfigDict({"data": 1, "tensor": 1})
@@ -92,6 +93,17 @@ def get_config(variant: str = "") -> ConfigDict:
         config.optimizer.learning_rate = 1e-3
         config.optimizer.total_steps = 2500
         config.optimizer.warmup_steps = 100
+        config.run.eval_every = 0
+
+    if variant == "adapter":
+        config.target.source = "runs/pruned"  # without layers 13 and 17
+        config.drafter.init_from = "asset:smollm2-135m-dflash"
+        config.drafter.trunk = "frozen"
+        config.drafter.init_layers = ()
+        config.drafter.target_layer_ids = (1, 8, 14, 20, 26)  # the same layers, counted anew
+        config.data.answers = ConfigDict()
+        config.optimizer.total_steps = 400
+        config.optimizer.warmup_steps = 20
         config.run.eval_every = 0
 
     if variant == "tiny":

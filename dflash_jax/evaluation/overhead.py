@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from dflash_jax.decoding.engine import Engine, Request
-from dflash_jax.decoding.step import step
+from dflash_jax.decoding.step import Emission, step
 from dflash_jax.evaluation.methods import EngineMethod
 
 SEGMENT = 8  # rounds of a kind before the next kind
 
 
 def host_overhead(
-    method: EngineMethod, prompt_ids: Sequence[int], max_tokens: int = 256, rounds: int = 64
+    method: EngineMethod, prompt_ids: Sequence[int], max_tokens: int = 256, rounds: int = 256
 ) -> dict[str, Any]:
     """Times rounds of one batch row in three ways, in turn:
 
@@ -30,44 +30,62 @@ def host_overhead(
     Args:
       prompt_ids, max_tokens: any prompt; the cache is the one that it and an answer of at most max_tokens need, or a
         larger one where that is too short for timing.
-      rounds: of each kind.
+      rounds: of each kind, in segments of 8; neighbouring segments of the three kinds are compared, so that what the
+        machine does meanwhile weighs on all three alike.
 
     Returns:
-      round_s, call_s, device_s: medians of the three. overhead: 1 - device_s / round_s, all that the host adds to
-      the device's work; between_calls: 1 - call_s / round_s, the part of it outside the jitted call. Either may
-      come out slightly negative where it is below what the clock resolves.
+      round_s, call_s, device_s: medians of the three. overhead: the median over segments of 1 - device / round, all
+      that the host adds to the device's work; between_calls: that of 1 - call / round, the part of it outside the
+      jitted call. overhead_quartiles: of the segments. Any may be slightly negative where it is below what the clock
+      resolves.
     """
     needed = 3 * SEGMENT * method.block_size + 1  # what three segments of full blocks emit
     engine = method.new_engine(method.engine_for(prompt_ids, max(needed, max_tokens)).capacity)
     _readmit(engine, prompt_ids, needed)
     engine.round()  # compiles, where this capacity is new
-    clock = time.perf_counter
-    whole, call, device = [], [], []
-    while len(whole) < rounds:
+    segments = []
+    while len(segments) * SEGMENT < rounds:
         _readmit(engine, prompt_ids, needed)
-        for _ in range(SEGMENT):
-            start = clock()
-            engine.round()
-            whole.append(clock() - start)
-        for _ in range(SEGMENT):
-            start = clock()
-            engine.state, emission = step(engine.config, engine.weights, engine.state, engine.rules)
-            jax.block_until_ready(emission)
-            call.append(clock() - start)
-        start = clock()
-        for _ in range(SEGMENT):
-            engine.state, emission = step(engine.config, engine.weights, engine.state, engine.rules)
-        jax.block_until_ready(emission)
-        device.append((clock() - start) / SEGMENT)
-    round_s, call_s, device_s = (statistics.median(x) for x in (whole, call, device))
+        segments.append((_timed(engine.round), _timed(lambda: _call(engine)), _unwatched(engine)))
+    whole, call, device = (statistics.median(x) for x in zip(*segments, strict=True))
+    overhead = [1 - d / r for r, _, d in segments]
     return {
-        "round_s": round_s,
-        "call_s": call_s,
-        "device_s": device_s,
-        "overhead": 1 - device_s / round_s,
-        "between_calls": 1 - call_s / round_s,
-        "rounds": len(whole),
+        "round_s": whole,
+        "call_s": call,
+        "device_s": device,
+        "overhead": statistics.median(overhead),
+        "overhead_quartiles": statistics.quantiles(overhead, n=4)[::2] if len(overhead) > 1 else [overhead[0]] * 2,
+        "between_calls": statistics.median(1 - c / r for r, c, _ in segments),
+        "rounds": len(segments) * SEGMENT,
     }
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    """Median seconds of one of a segment's rounds."""
+    seconds = []
+    for _ in range(SEGMENT):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _call(engine: Engine) -> None:
+    jax.block_until_ready(_dispatched(engine))
+
+
+def _unwatched(engine: Engine) -> float:
+    """Seconds a round where the host only dispatches."""
+    start = time.perf_counter()
+    for _ in range(SEGMENT):
+        emission = _dispatched(engine)
+    jax.block_until_ready(emission)
+    return (time.perf_counter() - start) / SEGMENT
+
+
+def _dispatched(engine: Engine) -> Emission:
+    engine.state, emission = step(engine.config, engine.weights, engine.state, engine.rules)
+    return emission
 
 
 def _readmit(engine: Engine, prompt_ids: Sequence[int], needed: int) -> None:

@@ -56,7 +56,7 @@ class BenchmarkConfig:
     max_tokens: int = 256
     draft_vocab: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    overhead_rounds: int = 64
+    overhead_rounds: int = 256
 
     def __post_init__(self) -> None:
         for name in ("tasks", "dtypes", "block_sizes"):
@@ -160,7 +160,7 @@ def run(
     max_tokens: int,
     *,
     peers: Mapping[str, str] | None = None,
-    overhead_rounds: int = 64,
+    overhead_rounds: int = 256,
 ) -> dict[str, Any]:
     """Measures every prompt that the folder has no record of yet, and reports on all of them.
 

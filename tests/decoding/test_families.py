@@ -23,6 +23,9 @@ FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "gemma2", "gemma3_text",
     "gemma4_text", "llama4_text", "qwen3_next", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
+# Each test compiles for many seconds; the other families run with -m slow.
+OFTEN = ("deepseek_v3", "gpt_oss", "gemma3_text", "llama4_text", "qwen3_next", "qwen3_5_moe")
+SLOW = pytest.mark.slow
 BLOCK, LENGTHS, LIMITS = 5, (3, 17, 1, 9), (22, 14, 22, 18)
 
 
@@ -51,7 +54,11 @@ def draft_config(target: Target) -> DrafterConfig:
     return drafter_config(target.config, num_layers=1, block_size=BLOCK, mask_token_id=2, target_layer_ids=taps)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def often(names: tuple[str, ...]) -> list:
+    return [name if name in names else pytest.param(name, marks=SLOW) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", often(OFTEN))
 def test_an_oracle_with_errors_gives_plain_answers_in_the_rounds_foretold(name):
     target = family_case(name).target
     prompts, answers = plain(name)
@@ -66,7 +73,7 @@ def test_an_oracle_with_errors_gives_plain_answers_in_the_rounds_foretold(name):
         assert result.acceptance == foretold(prompt, answer, wrong[prompt[0]])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", often(("deepseek_v3", "qwen3_next")))
 def test_a_random_drafter_gives_plain_answers(name):
     target = family_case(name).target
     prompts, answers = plain(name)
@@ -85,7 +92,11 @@ def placed(name: str, data: int, fsdp: int, expert: int, tensor: int) -> Target:
     return dataclasses.replace(target, params=place(target.params, mesh), mesh=mesh)
 
 
-@pytest.mark.parametrize("axes", [(8, 1, 1, 1), (2, 1, 2, 2), (1, 2, 4, 1), (1, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [(2, 1, 2, 2), *(pytest.param(axes, marks=SLOW) for axes in ((8, 1, 1, 1), (1, 2, 4, 1), (1, 1, 1, 8)))],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
 def test_meshes_say_what_one_device_says_in_the_same_rounds(name, axes):
     """Recurrent states, experts, a latent of one head, sinks: (data, fsdp, expert, tensor)."""
