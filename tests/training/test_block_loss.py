@@ -190,11 +190,13 @@ def test_b72_blocks_of_packed_documents_equal_blocks_of_each_alone():
         keep = jnp.ones(anchor.shape, bool)
         return block_forward(drafter, frozen(False).shared, token, taps, anchor, keep, 4, position, document)
 
-    packed = run(token, taps, jnp.asarray([[3, 8, first, first + 1, first + 9]]), position, document)
+    anchor = jnp.asarray([[3, 8, first, first + 1, first + 9]])
+    packed = run(token, taps, anchor, position, document)
     one = run(token[:, :first], taps[:, :first], jnp.asarray([[3, 8]]), position[:, :first], document[:, :first])
     two = run(token[:, first:], taps[:, first:], jnp.asarray([[0, 1, 9]]), position[:, first:], document[:, first:])
     np.testing.assert_allclose(packed[:, :2], one, atol=1e-5)
     np.testing.assert_allclose(packed[:, 2:], two, atol=1e-5)
     # And nothing of the first document, whatever it holds, reaches a block of the second.
-    other = run(token, taps.at[:, :first].mul(-3.0), jnp.asarray([[first, first + 9]]), position, document)
-    np.testing.assert_array_equal(other[:, 1], packed[:, 4])
+    other = run(token, taps.at[:, :first].mul(-3.0), anchor, position, document)
+    np.testing.assert_array_equal(other[:, 2:], packed[:, 2:])
+    assert not np.array_equal(other[:, :2], packed[:, :2])
