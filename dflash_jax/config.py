@@ -269,11 +269,6 @@ class TargetConfig:
         """The rotary embedding of a layer."""
         return self.rope if self.rope_sliding is None or self.layer_types[layer] == FULL else self.rope_sliding
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers carry a state that can not be cut back to a shorter length."""
-        return LINEAR in self.layer_types
-
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:

@@ -48,11 +48,10 @@ def without_layers(target: Target, drop: Sequence[int]) -> Target:
         config, num_layers=len(keep), layer_types=tuple(config.layer_types[layer] for layer in keep)
     )
     graphdef, abstract = abstract_model(Transformer, pruned, target.dtype, own_head="head_DxV" in target.params)
-    place = dict(enumerate(keep))
     flat = dict(nnx.to_flat_state(target.params))
     params = nnx.from_flat_state(
         [
-            (path, flat[("layers", place[path[1]], *path[2:]) if path[0] == "layers" else path])
+            (path, flat[("layers", keep[path[1]], *path[2:]) if path[0] == "layers" else path])
             for path, _ in nnx.to_flat_state(abstract)
         ]
     )

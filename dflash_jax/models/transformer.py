@@ -119,11 +119,10 @@ class Transformer(nnx.Module):
         block = BlockContext(position_BxM, cache.length_B, visibility)
         taps, kv, recurrent, states = {}, [], [], iter(cache.recurrent)
         for i, layer in enumerate(self.layers):
-            is_recurrent = self.config.layer_types[i] == LINEAR
             with jax.named_scope(f"layer_{i}"):
-                rows = next(states) if is_recurrent else pages(cache, i)
+                rows = next(states) if layer.is_recurrent else pages(cache, i)
                 x_BxMxD, new_rows = layer(x_BxMxD, rows, block)
-            if is_recurrent:
+            if layer.is_recurrent:
                 recurrent.append(new_rows)
                 new_rows = no_rows(token_BxM.shape, x_BxMxD.dtype)
             kv.append(new_rows)
