@@ -279,6 +279,10 @@ class DrafterConfig:
     layer, whether a block slot sees later slots; None means the format's rule: sliding layers causal,
     full layers two-sided. `attention_bias` covers q, k, v and the output projection. `embedding_scale` and
     `final_logit_softcap` are None where the target's apply; 1.0 and 0.0 mean none at all.
+
+    `target_hidden_size` is None for a drafter whose width is the target's, which reads the target's table and head as
+    they are. A number (the target's width, which may be the drafter's too) says that the drafter has projections of
+    its own between the two: table to trunk and trunk to head.
     """
 
     hidden_size: int
@@ -302,9 +306,14 @@ class DrafterConfig:
     embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcap: float | None = None
+    target_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         check_attention(self)
+        if self.target_hidden_size is not None and self.target_hidden_size < 1:
+            raise ConfigError(
+                f"target_hidden_size is {self.target_hidden_size}, must be at least 1 (None: the drafter's own width)"
+            )
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}, must be at least 2 (the anchor and one drafted token)")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -325,6 +334,11 @@ class DrafterConfig:
                 f"target_layer_ids {self.target_layer_ids} must be strictly ascending: fc concatenates the "
                 "taps in id order"
             )
+
+    @property
+    def target_width(self) -> int:
+        """Hidden size of the target: of its taps, its table and its head."""
+        return self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
 
     def layer_is_causal(self, layer: int) -> bool:
         """Whether slot i of a block sees only slots <= i in this layer (both in training and serving)."""

@@ -35,6 +35,10 @@ _OTHER_METHODS = {
     "a quantised checkpoint": ("quantization_config", "compression_config"),
 }
 _ARCHITECTURE = "DFlashDraftModel"
+# A drafter with projections between its trunk and a target of another width: no other program runs it, and its
+# architecture has a name of its own so that none tries.
+_PROJECTED = "DFlashProjectedDraftModel"
+OURS = "dflash_jax"  # the key of config.json for what is of this program's making
 _DFLASH_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -69,6 +73,7 @@ def drafter_config_from_hf(hf: Mapping[str, Any], target_config: TargetConfig | 
         raise ConfigError(f"dflash_config is {inner!r}, must be a mapping")
     _refuse_other_formats(hf, inner)
 
+    target_hidden_size = _target_hidden_size(hf)
     num_layers = _count(hf, "num_hidden_layers")
     num_heads = _count(hf, "num_attention_heads")
     hidden_size = _count(hf, "hidden_size")
@@ -120,6 +125,7 @@ def drafter_config_from_hf(hf: Mapping[str, Any], target_config: TargetConfig | 
         embedding_scale=_factor(hf, inner, "input_embedding_scale"),
         output_multiplier=_factor(hf, inner, "output_multiplier", 1.0),
         final_logit_softcap=_softcap(hf, inner),
+        target_hidden_size=target_hidden_size,
     )
     if config.num_target_layers - 1 in config.target_layer_ids:
         warnings.warn(
@@ -139,15 +145,13 @@ def bind_to_target(config: DrafterConfig, target_config: TargetConfig) -> Drafte
     Raises:
       ConfigError: hidden size, vocabulary or number of layers differ.
     """
-    for field, other in (
-        ("hidden_size", "hidden_size"),
-        ("vocab_size", "vocab_size"),
-        ("num_target_layers", "num_layers"),
-    ):
+    width = "hidden_size" if config.target_hidden_size is None else "target_hidden_size"
+    for field, other in ((width, "hidden_size"), ("vocab_size", "vocab_size"), ("num_target_layers", "num_layers")):
         mine, its = getattr(config, field), getattr(target_config, other)
         if mine != its:
             raise ConfigError(
-                f"the drafter's {field} is {mine}, the target's {other} is {its}: it was made for another target"
+                f"the drafter's {field} is {mine}, the target's {other} is {its}: it was made for another target. An "
+                "adapter for this one can be trained on its layers: drafter.trunk = 'frozen' of train.py"
             )
     scale, cap = config.embedding_scale, config.final_logit_softcap
     if scale is None and target_config.embedding_scale != 1.0:
@@ -179,8 +183,7 @@ def drafter_config_to_hf(config: DrafterConfig, dtype_name: str) -> dict[str, An
     if config.final_logit_softcap is not None:
         dflash["final_logit_softcapping"] = config.final_logit_softcap
     return {
-        "architectures": [_ARCHITECTURE],
-        "auto_map": {"AutoModel": f"dflash.{_ARCHITECTURE}"},
+        **_architecture(config),
         "model_type": "qwen3",
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
@@ -211,6 +214,25 @@ def drafter_config_to_hf(config: DrafterConfig, dtype_name: str) -> dict[str, An
     }
 
 
+def _architecture(config: DrafterConfig) -> dict[str, Any]:
+    if config.target_hidden_size is not None:
+        return {"architectures": [_PROJECTED], OURS: {"target_hidden_size": config.target_hidden_size}}
+    return {"architectures": [_ARCHITECTURE], "auto_map": {"AutoModel": f"dflash.{_ARCHITECTURE}"}}
+
+
+def _target_hidden_size(hf: Mapping[str, Any]) -> int | None:
+    ours = hf.get(OURS) or {}
+    if not isinstance(ours, Mapping):
+        raise ConfigError(f"{OURS} is {ours!r}, must be a mapping")
+    size = ours.get("target_hidden_size")
+    if (size is None) != (_PROJECTED not in (hf.get("architectures") or ())):
+        raise ConfigError(
+            f"architectures is {hf.get('architectures')!r} and {OURS}.target_hidden_size is {size!r}: the architecture "
+            f"{_PROJECTED} and that field belong together"
+        )
+    return None if size is None else _count(ours, "target_hidden_size")
+
+
 def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
     if hf.get("speculators_model_type") is not None or "transformer_layer_config" in hf:
         raise ConfigError(
@@ -221,7 +243,7 @@ def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> No
     if projector not in (None, "dflash"):
         raise ConfigError(f"projector_type is {projector!r}, which is not supported; plain DFlash sets none")
     architectures = hf.get("architectures")
-    if architectures and _ARCHITECTURE not in architectures:
+    if architectures and not {_ARCHITECTURE, _PROJECTED} & set(architectures):
         raise ConfigError(f"architectures is {architectures!r}, supported is {[_ARCHITECTURE]!r}")
     model_type = hf.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama"):

@@ -19,14 +19,20 @@ OWN_EMBEDDING_OR_HEAD = (
 def drafter_placements(config: DrafterConfig) -> tuple[Placement, ...]:
     """Every parameter of `drafters.dflash.DFlash`, with the stored tensors it is made of.
 
-    Stored are 3 tensors for the whole and 11 a layer (15 with attention_bias), matrices as [out, in].
+    Stored are 3 tensors for the whole (5 where it has projections, which are of this program's making) and 11 a layer
+    (15 with attention_bias), matrices as [out, in].
     """
-    d, width = config.hidden_size, len(config.target_layer_ids) * config.hidden_size
+    d, e, width = config.hidden_size, config.target_hidden_size, len(config.target_layer_ids) * config.target_width
     placements = [
         transposed(("fc_TDxD",), "fc.weight", (d, width)),
         identity(("hidden_norm", "scale"), "hidden_norm.weight", (d,)),
         identity(("norm", "scale"), "norm.weight", (d,)),
     ]
+    if e is not None:
+        placements += [
+            transposed(("embed_projection_ExD",), "embed_projection.weight", (d, e)),
+            transposed(("head_projection_DxE",), "head_projection.weight", (e, d)),
+        ]
     for i in range(config.num_layers):
         placements += _layer(config, ("layers", i), f"layers.{i}")
     return tuple(placements)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
-from dflash_jax.checkpoints.drafter_config import drafter_config_to_hf
+from dflash_jax.checkpoints.drafter_config import OURS, drafter_config_to_hf
 from dflash_jax.checkpoints.drafter_names import drafter_placements
 from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
 from dflash_jax.checkpoints.safetensors_writer import write_safetensors
@@ -37,7 +37,8 @@ def export_drafter(
 ) -> pathlib.Path:
     """Writes `config.json`, `model.safetensors`, and where given `draft_vocab.safetensors` and `README.md`.
 
-    The official torch package, and engines that read its checkpoints, load the directory as it is. All files
+    The official torch package, and engines that read its checkpoints, load the directory as it is, unless the drafter
+    has projections (`target_hidden_size`): their format has none, and the directory's architecture says so. All files
     appear at once: they are written to a directory beside it, which then takes its name. An earlier export
     there is replaced.
 
@@ -87,7 +88,7 @@ def export_drafter(
             (made / _README).write_text(readme, encoding="utf-8")
         values = drafter_config_to_hf(config, dtype.name)
         if training is not None:
-            values["dflash_jax"] = {"training": dict(training)}
+            values[OURS] = {**values.get(OURS, {}), "training": dict(training)}
         text = json.dumps(values, indent=2, allow_nan=False)
         (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
         _swap(made, directory, pathlib.Path(scratch) / "old")

@@ -14,6 +14,10 @@ Who sees what, for a slot at position q and a context or block row at position k
 `DrafterConfig.causal` overrides the second column's direction for all layers; a sliding layer made two-sided
 also bounds k - q < W. Other trainers place the window's edge relative to the anchor (k >= a - W), which differs
 by up to one block; this is the edge of the reference implementation.
+
+A trunk may serve a target of another width (ours, not the paper's): `fc` then leads from the target's width to the
+trunk's, and two projections stand between the target's table and the trunk, and between the trunk and the target's
+head. E below is the target's width where it may differ from D, the trunk's.
 """
 
 from __future__ import annotations
@@ -103,14 +107,17 @@ class DFlash(nnx.Module):
     """The drafter. Embedding and head are the target's (`SharedWeights`), frozen.
 
     Attributes:
+      embed_projection_ExD, head_projection_DxE: None where `config.target_hidden_size` is.
       first_layer: index of its first layer in the shared cache = number of target layers.
     """
 
     def __init__(self, config: DrafterConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         d, eps = config.hidden_size, config.rms_norm_eps
-        width = len(config.target_layer_ids) * d
+        e, width = config.target_hidden_size, len(config.target_layer_ids) * config.target_width
         self.config = config
         self.fc_TDxD = param(rngs, (width, d), (None, "embed"), dtype, width)
+        self.embed_projection_ExD = None if e is None else param(rngs, (e, d), (None, "embed"), dtype, e)
+        self.head_projection_DxE = None if e is None else param(rngs, (d, e), ("embed", None), dtype, d)
         self.hidden_norm = RMSNorm(d, eps, dtype, rngs)
         self.layers = nnx.List([DFlashLayer(config, i, dtype, rngs) for i in range(config.num_layers)])
         self.norm = RMSNorm(d, eps, dtype, rngs)
@@ -140,7 +147,7 @@ class DFlash(nnx.Module):
         return write(cache, rows, self.first_layer, verified.count_B)
 
     def block_hidden(self, shared: SharedWeights, cache: KVCache, token_BxK: jax.Array) -> jax.Array:
-        """Normed hidden states [B, K, D] of a block [anchor, masks] at positions length .. length+K-1."""
+        """What the head reads of a block [anchor, masks] at positions length .. length+K-1, [B, K, E]."""
         num_slots = token_BxK.shape[1]
         position_BxK = cache.length_B[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None]
         rope = rope_table(self.config.rope, self.config.head_dim, position_BxK)
@@ -157,19 +164,26 @@ class DFlash(nnx.Module):
                 window=attention.window, scale=attention.scale,
             )  # fmt: skip
             x_BxKxD = layer.finish(x_BxKxD, out_BxKxNxH)
-        return self.norm(x_BxKxD)
+        return self.for_head(x_BxKxD)
 
     def embed(self, shared: SharedWeights, token_BxK: jax.Array) -> jax.Array:
-        """The target's embeddings of the block, mask included, with the target's scale if it has one."""
-        x_BxKxD = shared.embedding_VxD[token_BxK]
+        """The target's embeddings of the block, mask included, with the target's scale if it has one; in the
+        trunk's width."""
+        x_BxKxE = shared.embedding_VxD[token_BxK]
         if self.config.embedding_scale is not None:
-            x_BxKxD = x_BxKxD * jnp.asarray(self.config.embedding_scale, x_BxKxD.dtype)
-        return x_BxKxD.astype(self.fc_TDxD.dtype)  # the drafter may run in another dtype than its target
+            x_BxKxE = x_BxKxE * jnp.asarray(self.config.embedding_scale, x_BxKxE.dtype)
+        x_BxKxE = x_BxKxE.astype(self.fc_TDxD.dtype)  # the drafter may run in another dtype than its target
+        return x_BxKxE if self.embed_projection_ExD is None else dense(x_BxKxE, self.embed_projection_ExD[...])
 
-    def logits(self, shared: SharedWeights, hidden_BxMxD: jax.Array) -> jax.Array:
+    def for_head(self, x_BxKxD: jax.Array) -> jax.Array:
+        """The last layer's output, normed and brought to the width of the target's head."""
+        x_BxKxD = self.norm(x_BxKxD)
+        return x_BxKxD if self.head_projection_DxE is None else dense(x_BxKxD, self.head_projection_DxE[...])
+
+    def logits(self, shared: SharedWeights, hidden_BxMxE: jax.Array) -> jax.Array:
         """Float32 logits over the (possibly pruned) draft vocabulary."""
         logits = (
-            dense(hidden_BxMxD.astype(shared.head_DxV.dtype), shared.head_DxV).astype(jnp.float32)
+            dense(hidden_BxMxE.astype(shared.head_DxV.dtype), shared.head_DxV).astype(jnp.float32)
             * self.config.output_multiplier
         )
         return softcap(logits, self.config.final_logit_softcap or None)  # 0 means none

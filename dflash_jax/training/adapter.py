@@ -1,16 +1,19 @@
 """One trunk for several targets: only what reads a target is trained, the layers stay another drafter's.
 
 A DFlash drafter meets its target in three places: `fc` and `hidden_norm`, which make context features of the tapped
-states, and the target's own table and head, which it borrows. With `drafter.trunk = "frozen"` a run starts from a
-drafter that was made for another target (`drafter.init_from`) and trains the first two for this one; table and head
-come with the target, and everything between stays bit for bit what it was, so that one copy of it can serve all.
+states; the target's table, whose rows are a block's input; the target's head, which reads its output. Table and head
+come with each target, frozen. With `drafter.trunk = "frozen"` a run starts from a drafter that was made for another
+target (`drafter.init_from`) and trains an adapter for this one: `fc`, `hidden_norm`, and where the target's width is
+not the trunk's, or `drafter.projections` asks for it, two projections, table to trunk and trunk to head. Everything
+between stays bit for bit what it was, so that one copy of it can serve all.
 
-Both targets must have the hidden size that the trunk has. Depth, taps and weights may differ.
+So the targets may differ in family, width, depth, vocabulary, mask token and taps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,16 +26,17 @@ from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.load_drafter import drafter_directory
 from dflash_jax.checkpoints.placement import load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
-from dflash_jax.config import ConfigError, DrafterConfig
+from dflash_jax.config import FULL, ConfigError, DrafterConfig, TargetConfig
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import abstract_model
+from dflash_jax.training.initialise import drafter_config, projected_from
 
 TRAINED, FROZEN = "trained", "frozen"
-ADAPTER = ("fc_TDxD", "hidden_norm")
+ADAPTER = ("fc_TDxD", "hidden_norm", "embed_projection_ExD", "head_projection_DxE")
 # Fields of DrafterConfig that belong to the target or to the run, not to the trunk.
 _NOT_THE_TRUNK = (
     "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "max_positions",
-    "embedding_scale", "output_multiplier", "final_logit_softcap",
+    "embedding_scale", "output_multiplier", "final_logit_softcap", "target_hidden_size",
 )  # fmt: skip
 
 
@@ -58,11 +62,55 @@ def trainable(params: nnx.State, trunk: str) -> Any | None:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in ADAPTER, params)
 
 
+def drafter_on_trunk(
+    source: str,
+    target: TargetConfig,
+    *,
+    num_layers: int | None = None,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: Sequence[int] | int = 5,
+    projections: bool | None = None,
+    num_full_layers: int | None = None,
+    **shape: int | None,
+) -> DrafterConfig:
+    """A drafter for this target on the trunk of the drafter at `source`.
+
+    Args:
+      source: as `load_drafter` takes it; its config.json is read.
+      target_layer_ids, projections: see `initialise.drafter_config`.
+      num_layers, num_full_layers, shape: fields of the `drafter` section that describe the trunk; None takes what it
+        is.
+
+    Raises:
+      ConfigError: the run asks for another trunk than that (the field is named), or there is no such field.
+      CheckpointError: see `load_drafter`.
+    """
+    theirs = _read_config(source)
+    # What belongs to target and run is what a new drafter would have, whatever its shape.
+    own = drafter_config(
+        target, num_layers=theirs.num_layers, block_size=block_size, mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
+    )  # fmt: skip
+    full = sum(kind == FULL for kind in theirs.layer_types)
+    asked = {"num_layers": (num_layers, theirs.num_layers), "num_full_layers": (num_full_layers, full)}
+    for name, value in shape.items():
+        if name not in ("hidden_size", "intermediate_size", "sliding_window"):
+            raise ConfigError(f"drafter has the field {name!r}, which says nothing of a drafter")
+        asked[name] = (value, getattr(theirs, name))
+    for name, (mine, its) in asked.items():
+        if mine is not None and mine != its:
+            raise _other_trunk(source, name, its, mine)
+    taken = {name: getattr(own, name) for name in _NOT_THE_TRUNK if name != "output_multiplier"}
+    taken["target_hidden_size"] = projected_from(target, theirs.hidden_size, projections)
+    return dataclasses.replace(theirs, **taken)
+
+
 def with_trunk_of(source: str, draft: DrafterConfig, params: nnx.State) -> nnx.State:
     """The parameters of the drafter at `source`, whatever target that was made for, to go on from.
 
-    Its adapter is taken over too if it has as many taps (another depth of one family is read alike); else the
-    adapter starts as in `params`.
+    Of its adapter, `hidden_norm` is taken over, whose output the trunk knows; the rest too if it reads as many taps
+    of the same width in the same way (another depth of one family is read alike); else that starts as in `params`.
 
     Args:
       source: as `load_drafter` takes it.
@@ -73,18 +121,31 @@ def with_trunk_of(source: str, draft: DrafterConfig, params: nnx.State) -> nnx.S
       ConfigError: the trunks differ in a field, named.
       CheckpointError: see `load_drafter`.
     """
-    directory = drafter_directory(source)
-    theirs = drafter_config_from_hf(read_json(directory / "config.json", required=True))
+    theirs = _read_config(source)
     for field in dataclasses.fields(DrafterConfig):
         mine, its = getattr(draft, field.name), getattr(theirs, field.name)
         if field.name not in _NOT_THE_TRUNK and mine != its:
-            raise ConfigError(
-                f"drafter.init_from {source} has {field.name} = {its}, this run has {mine}: its trunk can not serve "
-                "this target"
-            )
+            raise _other_trunk(source, field.name, its, mine)
     _, abstract = abstract_model(DFlash, theirs, jnp.float32)
-    trunk = load_params(abstract, drafter_placements(theirs), SafetensorsReader(directory))
-    if len(theirs.target_layer_ids) != len(draft.target_layer_ids):
-        for name in ADAPTER:
-            trunk[name] = params[name]
-    return trunk
+    trunk = load_params(abstract, drafter_placements(theirs), SafetensorsReader(drafter_directory(source)))
+    alike = (
+        len(theirs.target_layer_ids) == len(draft.target_layer_ids)
+        and theirs.target_hidden_size == draft.target_hidden_size
+        and theirs.target_width == draft.target_width
+    )
+    own = set() if alike else set(ADAPTER) - {"hidden_norm"}
+    flat = dict(nnx.to_flat_state(trunk))
+    return nnx.from_flat_state(
+        [(path, value if path[0] in own else flat[path]) for path, value in nnx.to_flat_state(params)]
+    )
+
+
+def _read_config(source: str) -> DrafterConfig:
+    return drafter_config_from_hf(read_json(drafter_directory(source) / "config.json", required=True))
+
+
+def _other_trunk(source: str, field: str, its: Any, mine: Any) -> ConfigError:
+    return ConfigError(
+        f"drafter.init_from {source} has {field} = {its}, this run has {mine}: its trunk can not serve this run. Ask "
+        "for what it has, or for nothing (None)"
+    )

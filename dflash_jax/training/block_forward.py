@@ -22,7 +22,7 @@ def block_forward(
     position_BxS: jax.Array | None = None,
     document_BxS: jax.Array | None = None,
 ) -> jax.Array:
-    """Normed hidden states of every slot of every block, [B, A, K, D].
+    """What the head reads of every slot of every block, [B, A, K, E]: normed, in the target's width.
 
     Context keys and values are made once a sequence and layer and shared by its blocks.
 
@@ -67,4 +67,4 @@ def block_forward(
                 scale=attention.scale, document_BxS=document_BxS,
             )  # fmt: skip
             x_BxMxD = layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
-    return drafter.norm(x_BxMxD).reshape(b, a, k, -1)
+    return drafter.for_head(x_BxMxD).reshape(b, a, k, -1)

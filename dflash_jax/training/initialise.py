@@ -40,10 +40,14 @@ def drafter_config(
     intermediate_size: int | None = None,
     sliding_window: int | None = None,
     num_full_layers: int | None = None,
+    hidden_size: int | None = None,
+    projections: bool | None = None,
 ) -> DrafterConfig:
     """A DFlash drafter shaped like the target's own layers.
 
     Args:
+      hidden_size: of the drafter; the target's where None.
+      projections: see `target_hidden_size` of DrafterConfig; None: where the two sizes differ.
       target_layer_ids: tapped layers, or how many to take by the default rule.
       intermediate_size: of its SwiGLU; the target's where None.
       sliding_window: None, or the window of all but the last `num_full_layers` (default 0) layers.
@@ -51,8 +55,9 @@ def drafter_config(
     if isinstance(target_layer_ids, int):
         target_layer_ids = default_target_layer_ids(target.num_layers, target_layer_ids)
     full = num_layers if sliding_window is None else num_full_layers or 0
+    width = target.hidden_size if hidden_size is None else hidden_size
     return DrafterConfig(
-        hidden_size=target.hidden_size,
+        hidden_size=width,
         intermediate_size=target.intermediate_size if intermediate_size is None else intermediate_size,
         num_layers=num_layers,
         num_heads=target.num_heads,
@@ -71,7 +76,23 @@ def drafter_config(
         # Without these the drafter would read the target's table and head otherwise than the target does.
         embedding_scale=None if target.embedding_scale == 1.0 else target.embedding_scale,
         final_logit_softcap=target.final_logit_softcap,
+        target_hidden_size=projected_from(target, width, projections),
     )
+
+
+def projected_from(target: TargetConfig, hidden_size: int, projections: bool | None) -> int | None:
+    """`DrafterConfig.target_hidden_size` of a drafter of this width; for `projections` see `drafter_config`.
+
+    Raises:
+      ConfigError: the sizes differ and projections are forbidden.
+    """
+    differ = hidden_size != target.hidden_size
+    if differ and projections is False:
+        raise ConfigError(
+            f"drafter.projections is False, but the drafter's hidden_size is {hidden_size} and the target's "
+            f"{target.hidden_size}: without projections they must be equal; leave it None"
+        )
+    return target.hidden_size if differ or projections else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,28 +188,28 @@ def initial_params(
       ConfigError: `init_layers` does not fit the drafter or the target.
     """
     params = nnx.split(DFlash(config, jnp.float32, nnx.Rngs(seed)))[1]
-    d, taps = config.hidden_size, len(config.target_layer_ids)
+    d, e, taps = config.hidden_size, config.target_width, len(config.target_layer_ids)
     rms_T = np.asarray(statistics.tap_rms, np.float32)
     if rms_T.shape != (taps,) or not np.all(np.isfinite(rms_T) & (rms_T > 0)):
         raise ConfigError(f"tap_rms is {statistics.tap_rms}, must be {taps} positive numbers, one a tapped layer")
-    fc_TxDxD = np.asarray(params["fc_TDxD"].get_value()).reshape(taps, d, d) / rms_T[:, None, None]
+    fc_TxExD = np.asarray(params["fc_TDxD"].get_value()).reshape(taps, e, d) / rms_T[:, None, None]
     if init_layers:
         _check_init_layers(config, target.config, statistics, init_layers)
-        fc_TxDxD = np.zeros_like(fc_TxDxD)
-        fc_TxDxD[-1] = np.eye(d, dtype=np.float32) / rms_T[-1]
+        fc_TxExD = np.zeros_like(fc_TxExD)
+        fc_TxExD[-1] = np.eye(d, dtype=np.float32) / rms_T[-1]
         _copy(params["norm"]["scale"], target.params["norm"]["scale"].get_value())
         for i, layer in enumerate(init_layers):
             _copy_layer(
                 params["layers"][i], target.params["layers"][layer], statistics.query_rms[i], statistics.key_rms[i]
             )
-    _copy(params["fc_TDxD"], fc_TxDxD.reshape(taps * d, d))
+    _copy(params["fc_TDxD"], fc_TxExD.reshape(taps * e, d))
     return params
 
 
 def coordinate_units(params: nnx.State, config: DrafterConfig, statistics: Statistics) -> nnx.State:
     """The `unit` of `make_optimizer`: 1 / tap size on each tap's rows of fc, 1 elsewhere."""
     scale = jax.tree.map(lambda _: np.float32(1.0), params)
-    rows_TDx1 = np.repeat(1.0 / np.asarray(statistics.tap_rms, np.float32), config.hidden_size)[:, None]
+    rows_TDx1 = np.repeat(1.0 / np.asarray(statistics.tap_rms, np.float32), config.target_width)[:, None]
     scale["fc_TDxD"] = scale["fc_TDxD"].replace(rows_TDx1)
     return scale
 
@@ -207,6 +228,11 @@ def _check_init_layers(
                 f"init_layers copies target layers, but the drafter's {name} is {ours} and the target's {theirs}; "
                 "make them equal or leave init_layers empty"
             )
+    if config.target_hidden_size is not None:
+        raise ConfigError(
+            "init_layers copies target layers, which read the target's table itself, and the drafter has projections; "
+            "leave init_layers empty"
+        )
     if target.mlp_bias or target.qkv_bias or target.out_bias:
         raise ConfigError("init_layers can not copy a target with biases; leave init_layers empty")
 

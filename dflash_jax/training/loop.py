@@ -34,7 +34,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.training import processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
-from dflash_jax.training.adapter import FROZEN, check_trunk, trainable, with_trunk_of
+from dflash_jax.training.adapter import FROZEN, check_trunk, drafter_on_trunk, trainable, with_trunk_of
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.dry_run import TINY, tiny_target
@@ -348,6 +348,8 @@ def configured_drafter(config: ConfigDict, target: TargetConfig) -> DrafterConfi
     fields = config.drafter.to_dict()
     for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
         fields.pop(name)
+    if config.drafter.trunk == FROZEN:
+        return drafter_on_trunk(config.drafter.init_from, target, **fields)
     return drafter_config(target, **fields)
 
 

@@ -128,6 +128,25 @@ def test_eleven_tensors_a_layer_and_three(tmp_path):
     assert sum(len(p.tensors) for p in drafter_placements(five)) == 58
 
 
+def test_projections_to_another_width_come_back_bit_for_bit_and_nobody_else_takes_them(tmp_path):
+    config = dataclasses.replace(CONFIG, target_hidden_size=24)
+    directory = export(tmp_path / "d", config, dtype=jnp.float32, training={"step": 3})
+    stored = load_file(directory / "model.safetensors")
+    assert stored["embed_projection.weight"].shape == (16, 24) and stored["head_projection.weight"].shape == (24, 16)
+    assert stored["fc.weight"].shape == (16, 2 * 24) and len(stored) == 5 + 11 * 2
+    hf = json.loads((directory / "config.json").read_text())
+    assert hf["architectures"] == ["DFlashProjectedDraftModel"] and "auto_map" not in hf
+    assert hf["dflash_jax"] == {"target_hidden_size": 24, "training": {"step": 3}}
+    loaded = load_drafter(directory, target(hidden_size=24))
+    assert loaded.config == config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, random_params(config))
+    with pytest.raises(ConfigError, match=r"hidden_size is 24, the target's hidden_size is 16: .* drafter\.trunk"):
+        load_drafter(directory, target())
+    edit(directory, config=lambda hf: hf.update(architectures=["DFlashDraftModel"]))
+    with pytest.raises(ConfigError, match="DFlashProjectedDraftModel and that field belong together"):
+        load_drafter(directory, target(hidden_size=24))
+
+
 def test_the_dtype_is_the_targets_unless_given(tmp_path):
     export(tmp_path / "d", params=random_params(CONFIG, jnp.bfloat16))
     low = dataclasses.replace(target(), dtype=jnp.bfloat16)

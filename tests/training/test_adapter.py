@@ -11,9 +11,12 @@ from flax import nnx
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.config import FULL, ConfigError
+from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.responses import Sample
 from dflash_jax.decoding.generate import generate
 from dflash_jax.models.target import random_target
 from dflash_jax.training.adapter import ADAPTER, with_trunk_of
+from dflash_jax.training.corpus import TrainingData
 from dflash_jax.training.loop import train
 from tests.training import toy
 
@@ -66,6 +69,66 @@ def test_a_frozen_trunk_stays_bit_for_bit_and_the_adapter_learns(first_drafter, 
         load_drafter(tmp_path / "export", toy.target())
 
 
+WIDE, LARGER_VOCAB, OTHER_MASK = 24, 64, 5
+
+
+def of_another_family():
+    """A target that shares nothing with the first but that it is one: family, width, heads, vocabulary, head, depth."""
+    return random_target(
+        toy.target_config(
+            family="qwen3", num_layers=DEPTH, layer_types=(FULL,) * DEPTH, hidden_size=WIDE, intermediate_size=40,
+            num_heads=6, num_kv_heads=3, vocab_size=LARGER_VOCAB, tie_embeddings=False, qk_norm=True,
+        ), seed=2,
+    )  # fmt: skip
+
+
+def own_answers(target, prompts, tokens):
+    """Batches over what the target itself says to the prompts."""
+    samples = []
+    for i, (prompt, result) in enumerate(zip(prompts, generate(target, None, prompts, max_tokens=tokens), strict=True)):
+        token_S = np.asarray([*prompt, *result.token_ids], np.int32)
+        samples.append(Sample(str(i), token_S, np.arange(len(token_S)) >= len(prompt)))
+    batches = make_iterator(samples, batch_size=4, seq_len=max(len(s.token_S) for s in samples), seed=5)
+    return TrainingData(batches, samples, {})
+
+
+def test_a_target_of_another_width_and_vocabulary_on_the_same_trunk(first_drafter, tmp_path):
+    directory, theirs = first_drafter
+    target = of_another_family()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(8, LARGER_VOCAB, 6).tolist() for _ in range(4)]
+    steps, taus = 101, []
+
+    def evaluate(target, drafter):
+        if 0 < len(taus) < steps - 1:  # only the first and the last count
+            taus.append(0.0)
+        else:
+            results = generate(target, drafter, prompts, max_tokens=30)
+            taus.append(sum(sum(r.acceptance) for r in results) / sum(len(r.acceptance) for r in results))
+        return {"tau": taus[-1]}
+
+    config = experiment(directory, mask_token_id=OTHER_MASK, draft_vocab_size=40)
+    config.drafter.num_layers = None  # the trunk is what it is
+    config.step.accumulation = 1
+    config.optimizer.update({"total_steps": steps, "weight_decay": 0.0, "learning_rate": 1e-2, "ema_decay": 0.0})
+    config.run.update({"eval_every": 1, "log_every": 100})
+    train(config, tmp_path, target=target, data=own_answers(target, prompts, 30), evaluate=evaluate)
+    # The trunk is random, so the adapter alone learned these answers by heart.
+    assert taus[0] < 1.2 and taus[-1] > 1.4
+
+    made = load_drafter(tmp_path / "export", target, dtype=jnp.float32)
+    plain = generate(target, None, prompts, max_tokens=30)
+    fast = generate(target, made, prompts, max_tokens=30)
+    assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
+    assert made.config.hidden_size == toy.HIDDEN and made.config.target_hidden_size == WIDE
+    assert made.shared.head_DxV.shape == (WIDE, 40) and made.config.vocab_size == LARGER_VOCAB
+    ours, theirs = by_name(made.params), by_name(theirs)
+    assert ours[("fc_TDxD",)].shape == (2 * WIDE, toy.HIDDEN)
+    for path, value in theirs.items():
+        if path[0] not in ADAPTER:
+            np.testing.assert_array_equal(ours[path], value.astype(jnp.bfloat16).astype(np.float32))
+
+
 def test_without_the_freeze_the_trunk_learns_too(first_drafter, tmp_path):
     directory, theirs = first_drafter
     config = experiment(directory, trunk="trained", target_layer_ids=(1, 3))
@@ -95,10 +158,12 @@ def test_what_is_refused(first_drafter, tmp_path):
         (experiment(""), "drafter.trunk is 'frozen', but drafter.init_from is empty"),
         (experiment(directory, trunk="half"), "drafter.trunk is 'half', must be 'trained' or 'frozen'"),
         (experiment(directory, num_layers=1), "has num_layers = 2, this run has 1"),
+        (experiment(directory, intermediate_size=48), "has intermediate_size = 32, this run has 48"),
+        (experiment(directory, num_heads=2), "drafter has the field 'num_heads'"),
     ]
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):
             train(config, tmp_path / "refused", target=second_target(), data=toy.data(), evaluate=None)
-    wide = second_target(hidden_size=32)
-    with pytest.raises(ConfigError, match="has hidden_size = 16, this run has 32"):
-        train(experiment(directory), tmp_path / "wide", target=wide, data=toy.data(), evaluate=None)
+    config = experiment(directory, projections=False)
+    with pytest.raises(ConfigError, match="drafter's hidden_size is 16 and the target's 24: without projections"):
+        train(config, tmp_path / "wide", target=second_target(hidden_size=24), data=toy.data(), evaluate=None)
