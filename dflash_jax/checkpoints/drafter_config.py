@@ -161,6 +161,28 @@ def bind_to_target(config: DrafterConfig, target_config: TargetConfig) -> Drafte
     return dataclasses.replace(config, embedding_scale=scale, final_logit_softcap=cap)
 
 
+def old_spelling(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What `drafter_config_to_hf` returns as z-lab's first checkpoints spell it.
+
+    That is: the block size at top level, rotary fields as `rope_theta` and `rope_scaling`, mask and taps alone in
+    `dflash_config`.
+
+    Raises:
+      ConfigError: a field says something that readers of the old spelling do not look for; it is named.
+    """
+    inner = dict(hf["dflash_config"])
+    inner |= hf.get(OURS, {})  # projections: a module that those readers do not have
+    kept = {name: inner.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+    for name, value in inner.items():
+        if name != "block_size":
+            raise ConfigError(
+                f"{name} is {value}, which the old spelling of z-lab's format can not hold: its readers would leave it "
+                "out; export to zlab"
+            )
+    left_out = ("rope_parameters", "mask_token_id", "dtype")
+    return {name: value for name, value in hf.items() if name not in left_out} | {"dflash_config": kept}
+
+
 def drafter_config_to_hf(config: DrafterConfig, dtype_name: str) -> dict[str, Any]:
     """The z-lab `config.json` for a drafter, with every field that readers look for in two places in both.
 
@@ -234,11 +256,6 @@ def _target_hidden_size(hf: Mapping[str, Any]) -> int | None:
 
 
 def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
-    if hf.get("speculators_model_type") is not None or "transformer_layer_config" in hf:
-        raise ConfigError(
-            "speculators_model_type is set: this is a checkpoint of the speculators format, which is not supported "
-            "yet; convert it to the z-lab format (config.json with dflash_config)"
-        )
     projector = _either(hf, inner, "projector_type")
     if projector not in (None, "dflash"):
         raise ConfigError(f"projector_type is {projector!r}, which is not supported; plain DFlash sets none")

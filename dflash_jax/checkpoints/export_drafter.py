@@ -21,7 +21,7 @@ from dflash_jax.checkpoints.placement import CheckpointError, export_tensors
 from dflash_jax.checkpoints.safetensors_writer import write_safetensors
 from dflash_jax.config import DrafterConfig
 
-_WEIGHTS, _CONFIG, _README = "model.safetensors", "config.json", "README.md"
+_WEIGHTS, _CONFIG, README = "model.safetensors", "config.json", "README.md"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -69,38 +69,59 @@ def export_drafter(
             "states tap it after the final norm, this program before, so acceptance will be lower there",
             stacklevel=2,
         )
-    _check_replaceable(directory)
+    check_replaceable(directory)
     tensors = {}
     for name, array in export_tensors(params, drafter_placements(config)):
         with np.errstate(over="ignore"):
             tensors[name] = array.astype(dtype)
         if not np.isfinite(tensors[name].astype(np.float32)).all():
             raise CheckpointError(f"{name} holds values that are not finite in {dtype.name}; nothing was written")
+    values = drafter_config_to_hf(config, dtype.name)
+    if training is not None:
+        values[OURS] = {**values.get(OURS, {}), "training": dict(training)}
+    write_drafter(directory, values, tensors, draft_to_target, readme)
+    return directory
 
+
+def write_drafter(
+    directory: pathlib.Path,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    draft_to_target: np.ndarray | None,
+    readme: str | None,
+) -> None:
+    """Writes the files of a drafter's directory, all at once; see `export_drafter`.
+
+    Args:
+      values: config.json.
+      tensors: model.safetensors.
+      draft_to_target: for a draft_vocab.safetensors; None writes none.
+
+    Raises:
+      CheckpointError: the directory holds other files, or the ids are wrong.
+    """
+    check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made = pathlib.Path(scratch) / "new"
         made.mkdir()
         write_safetensors(tensors, made / _WEIGHTS, "pt")
         if draft_to_target is not None:
-            write_draft_vocab(made, draft_to_target, config.vocab_size)
+            write_draft_vocab(made, draft_to_target, values["vocab_size"])
         if readme is not None:
-            (made / _README).write_text(readme, encoding="utf-8")
-        values = drafter_config_to_hf(config, dtype.name)
-        if training is not None:
-            values[OURS] = {**values.get(OURS, {}), "training": dict(training)}
+            (made / README).write_text(readme, encoding="utf-8")
         text = json.dumps(values, indent=2, allow_nan=False)
         (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
         _swap(made, directory, pathlib.Path(scratch) / "old")
-    return directory
 
 
-def _check_replaceable(directory: pathlib.Path) -> None:
+def check_replaceable(directory: pathlib.Path) -> None:
+    """Refuses a directory that holds anything but an earlier export."""
     if not directory.exists():
         return
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, a directory is written")
-    foreign = sorted({p.name for p in directory.iterdir()} - {_WEIGHTS, _CONFIG, _README, DRAFT_VOCAB_FILE})
+    foreign = sorted({p.name for p in directory.iterdir()} - {_WEIGHTS, _CONFIG, README, DRAFT_VOCAB_FILE})
     if foreign:
         raise CheckpointError(
             f"{directory} holds {foreign[0]}, which is no part of an export; choose another directory"

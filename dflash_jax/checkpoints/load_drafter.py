@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 
 from dflash_jax import sharding
-from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, check_draft_to_target, read_draft_vocab
-from dflash_jax.checkpoints.drafter_config import bind_to_target, drafter_config_from_hf
+from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, check_draft_to_target
+from dflash_jax.checkpoints.drafter_config import bind_to_target
 from dflash_jax.checkpoints.drafter_names import OWN_EMBEDDING_OR_HEAD, drafter_placements
 from dflash_jax.checkpoints.hub import fetch_snapshot, is_hub_name
-from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.load_target import as_dtype
-from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params
-from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
+from dflash_jax.checkpoints.open_drafter import OWN_HEAD, OWN_TABLE, SPECULATORS, OpenDrafter, open_drafter
+from dflash_jax.checkpoints.placement import CheckpointError, Progress, WeightReader, load_params, to_devices
 from dflash_jax.config import ConfigError, DrafterConfig
 from dflash_jax.drafters.contract import Drafter, SharedWeights
 from dflash_jax.drafters.dflash import DFlash
@@ -39,15 +42,16 @@ def load_drafter(
     allow_end_as_mask: bool = False,
     progress: Progress | None = None,
 ) -> Drafter:
-    """Loads a DFlash drafter in z-lab format for `target`.
+    """Loads a DFlash drafter in z-lab's format or speculators' for `target`.
 
     Args:
       source: a local directory with `config.json` and safetensors weights, `asset:NAME` for a drafter that
         comes with this package, or a repository on the Hugging Face hub (owner/name or owner/name@revision).
-      target: the loaded target. Its table and head serve the drafter, uncopied where the layout allows.
+      target: the loaded target. Its table and head serve the drafter, uncopied where the layout allows, unless a
+        speculators checkpoint brings others.
       dtype: of the drafter's own parameters and activations; the target's where None.
       draft_vocab: whether to propose from the pruned vocabulary beside the weights: None, if there is one;
-        True, it must be there; False, from the whole vocabulary.
+        True, it must be there; False, from the whole vocabulary (which a pruned head of its own can not).
       allow_end_as_mask: accept a mask id that ends answers or pads.
       progress: called as progress(done, total, name) while weights load.
 
@@ -55,29 +59,69 @@ def load_drafter(
       ConfigError: the configuration can not be right, is not supported, or is for another target.
       CheckpointError: files are missing or broken, a tensor is missing, unknown or misshapen.
     """
-    directory = drafter_directory(source, progress)
-    hf = read_json(directory / "config.json", required=True)
-    try:
-        config = drafter_config_from_hf(hf, target.config)
-    except ConfigError as error:
-        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
+    opened = open_drafter(drafter_directory(source, progress), target.config, draft_vocab=draft_vocab)
     if not allow_end_as_mask:
-        check_mask(config, target, "Set the id the drafter was trained with, or allow_end_as_mask=True if this is it")
-    reader = SafetensorsReader(directory)
-    ids_U = None if draft_vocab is False else read_draft_vocab(directory, config.vocab_size)
-    if ids_U is None and draft_vocab:
-        raise CheckpointError(f"draft_vocab is True, but {directory} has no {DRAFT_VOCAB_FILE}")
-    stated = hf.get("draft_vocab_size")
-    if stated is not None and draft_vocab is not False:
-        size = config.vocab_size if ids_U is None else len(ids_U)
-        if stated != size:
-            raise CheckpointError(
-                f"draft_vocab_size is {stated}, but {DRAFT_VOCAB_FILE} gives {size} ids; without the right table "
-                "drafted ids mean nothing. draft_vocab=False loads with the whole vocabulary"
-            )
-    return drafter_from_reader(
-        config, reader, target, dtype=dtype, draft_to_target=ids_U, source=str(source), progress=progress
+        check_mask(
+            opened.config, target, "Set the id the drafter was trained with, or allow_end_as_mask=True if this is it"
+        )
+    drafter = drafter_from_reader(
+        opened.config, opened.weights, target, dtype=dtype, draft_to_target=opened.draft_to_target,
+        source=str(source), beside=opened.beside, progress=progress,
+    )  # fmt: skip
+    return drafter if opened.format != SPECULATORS else _with_own_vocabulary(drafter, opened, target, draft_vocab)
+
+
+def _with_own_vocabulary(drafter: Drafter, opened: OpenDrafter, target: Target, draft_vocab: bool | None) -> Drafter:
+    """The drafter on the table and head that its checkpoint brings, where they are not the target's."""
+    theirs, ids_U = drafter.shared, opened.draft_to_target
+    own = {name: own_matrix(opened, name, target.mesh) for name in opened.own}
+    table_VxD, head_DxU = own.get(OWN_TABLE), own.get(OWN_HEAD)
+    same_table = table_VxD is None or same_numbers(table_VxD, theirs.embedding_VxD)
+    same_head = head_DxU is None or same_numbers(head_DxU, theirs.head_DxV)
+    if same_head and draft_vocab is False:
+        theirs = shared_weights(target)
+    elif draft_vocab is False and ids_U is not None:
+        raise CheckpointError(
+            f"draft_vocab is False, but {OWN_HEAD} of {opened.directory} is the drafter's own and has rows for its "
+            f"{len(ids_U)} ids only; leave draft_vocab unset"
+        )
+    if same_table and same_head:
+        return dataclasses.replace(drafter, shared=theirs)
+    differing = [name for name, same in ((OWN_TABLE, same_table), (OWN_HEAD, same_head)) if not same]
+    logging.info("%s drafts with its own %s, not the target's", opened.directory, " and ".join(differing))
+    shared = SharedWeights(
+        theirs.embedding_VxD if same_table else table_VxD.astype(target.dtype),
+        theirs.head_DxV if same_head else head_DxU.astype(target.dtype),
+        theirs.draft_to_target_V,
     )
+    return dataclasses.replace(drafter, shared=shared, own_vocabulary=True)
+
+
+def own_matrix(opened: OpenDrafter, name: str, mesh: Mesh | None) -> jax.Array:
+    """A table [V, D] or head [D, U] of a drafter's own, in its stored dtype, laid out as the target's.
+
+    Raises:
+      CheckpointError: it holds values that are not finite, as a speculators checkpoint has before it is trained.
+    """
+    stored, axes = opened.weights.read(name), ("vocab", "embed")
+    if name == OWN_HEAD:
+        stored, axes = stored.T, ("embed", "vocab")
+    layout = None if mesh is None else sharding.named_sharding(mesh, axes, stored.shape)
+    matrix = to_devices(stored, stored.dtype, layout)
+    if not _all_finite(matrix):
+        raise CheckpointError(f"{opened.directory}: {name} holds values that are not finite; it was never filled")
+    return matrix
+
+
+@jax.jit
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
+
+
+@jax.jit
+def same_numbers(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether one of two matrices is the other rounded to its own dtype, or they are equal."""
+    return (a == b.astype(a.dtype)).all() | (b == a.astype(b.dtype)).all()
 
 
 def drafter_from_reader(
@@ -88,19 +132,26 @@ def drafter_from_reader(
     dtype: Any = None,
     draft_to_target: np.ndarray | None = None,
     source: str = "",
+    beside: Callable[[str], bool] = lambda name: False,
     progress: Progress | None = None,
 ) -> Drafter:
-    """Builds a drafter from a reader of tensors under their z-lab names; see `load_drafter`."""
+    """Builds a drafter from a reader of tensors under their z-lab names; see `load_drafter`.
+
+    Args:
+      beside: stored names that are no parameters of the network, and whose reader is someone else.
+    """
     config = bind_to_target(config, target.config)
-    own = sorted(set(reader.names()) & set(OWN_EMBEDDING_OR_HEAD))
+    own = sorted(name for name in set(reader.names()) & set(OWN_EMBEDDING_OR_HEAD) if not beside(name))
     if own:
         raise CheckpointError(
-            f"{reader.source} has its own {own[0]}, which is not supported: the drafter is run on the target's "
-            "table and head, and would accept almost nothing on others than it was trained with"
+            f"{reader.source} has its own {own[0]}, which z-lab's format does not have: the drafter is run on the "
+            "target's table and head, and would accept almost nothing on others than it was trained with"
         )
     dtype = target.dtype if dtype is None else as_dtype(dtype, "float32")
     graphdef, abstract_params = abstract_model(DFlash, config, dtype)
-    params = load_params(abstract_params, drafter_placements(config), reader, mesh=target.mesh, progress=progress)
+    params = load_params(
+        abstract_params, drafter_placements(config), reader, harmless=beside, mesh=target.mesh, progress=progress
+    )
     return bind_drafter(config, graphdef, params, target, draft_to_target, source)
 
 

@@ -18,7 +18,7 @@ from dflash_jax.checkpoints.placement import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
-# Also what quantised weights are made of; `quantised` makes numbers of them.
+# Also what quantised weights are made of (`quantised` makes numbers of them), and tables of ids.
 _DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
@@ -26,6 +26,9 @@ _DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "U8": np.uint8,
+    "BOOL": np.bool_,
+    "I32": np.int32,
+    "I64": np.int64,
 }
 
 

@@ -86,6 +86,7 @@ class Drafter:
       block_size: the trained block size, anchor included; the default and the upper bound at run time.
       tap_ids: target layers whose output `absorb` needs.
       source: where it was loaded from.
+      own_vocabulary: whether the table or head in `shared` are not the target's: they came with the drafter.
     """
 
     graphdef: nnx.GraphDef
@@ -95,3 +96,4 @@ class Drafter:
     block_size: int
     tap_ids: tuple[int, ...]
     source: str = ""
+    own_vocabulary: bool = False

@@ -360,6 +360,11 @@ def _initial_params(config: ConfigDict, target: Target, draft: DrafterConfig, st
         )
         return with_trunk_of(config.drafter.init_from, draft, params) if config.drafter.init_from else params
     trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
+    if trained.own_vocabulary:
+        raise ConfigError(
+            f"drafter.init_from {config.drafter.init_from} has a table or head of its own, and training uses the "
+            "target's: its layers would start on others than they were trained with"
+        )
     ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
     for name, value in ours.items():
         if name != "block_size" and theirs[name] != value:

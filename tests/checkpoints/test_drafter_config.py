@@ -184,7 +184,6 @@ REFUSED = {
     "taps as inputs": ({"eagle_aux_hidden_state_layer_ids": [2]}, "eagle_aux_hidden_state_layer_ids is set"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
     "shifted slots": ({"dflash__sample_from_anchor": True}, "sample_from_anchor is true"),
-    "speculators": ({"speculators_model_type": "dflash"}, "speculators_model_type is set"),
     "unknown field": ({"dflash__new_trick": 3}, "dflash_config has the field 'new_trick'"),
     "dflash_config no mapping": ({"dflash_config": [1]}, r"dflash_config is \[1\]"),
     "causal no flag": ({"is_causal": 1}, "is_causal is 1"),

@@ -179,11 +179,11 @@ BROKEN = {
     "integers": (lambda t: t.update({"norm.weight": np.zeros(16, np.int32)}), r"norm\.weight has type I32"),
     "own head": (
         lambda t: t.update({"lm_head.weight": np.zeros((40, 16), np.float32)}),
-        r"its own lm_head\.weight, which is not supported",
+        r"its own lm_head\.weight, which z-lab's format does not have",
     ),
     "own table": (
         lambda t: t.update({"embed_tokens.weight": np.zeros((40, 16), np.float32)}),
-        r"its own embed_tokens\.weight, which is not supported",
+        r"its own embed_tokens\.weight, which z-lab's format does not have",
     ),
 }
 
@@ -351,6 +351,8 @@ def test_b35_tables_are_offsets_or_absolute_and_must_agree():
         assert ids.tolist() == USED_IDS.tolist() and ids.dtype == np.int32
         assert ids[2] == 6
     assert draft_to_target_ids({"d2t": np.zeros(40, np.int64)}, 40, "file").tolist() == list(range(40))
+    even = {"d2t": np.arange(4), "draft_to_target": np.arange(0, 8, 2)}  # offsets that look like ids, but are none
+    assert draft_to_target_ids(even, 40, "file").tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(

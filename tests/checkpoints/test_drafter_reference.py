@@ -18,7 +18,9 @@ import pytest
 from flax import nnx
 from golden_cases import load_golden
 
+from dflash_jax.checkpoints.convert_drafter import convert_drafter
 from dflash_jax.checkpoints.export_drafter import export_drafter
+from dflash_jax.checkpoints.export_target import export_target
 from dflash_jax.checkpoints.load_drafter import load_drafter, random_drafter
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.drafters.contract import Verified
@@ -123,6 +125,17 @@ def test_the_reference_loads_the_export_and_agrees(case, tmp_path):
     rng = np.random.default_rng(4)
     moved = [x + 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves]
     directory = export_drafter(tmp_path / "drafter", made.config, jax.tree.unflatten(tree, moved))
+    compare(directory, load_drafter(directory, target()), tmp_path)
+
+
+def test_the_reference_loads_the_old_spelling(tmp_path):
+    """Through speculators' format, too: what comes back is the drafter that went."""
+    if why_not():
+        pytest.skip(f"the reference can not be run by {PYTHON}: {why_not()}; see this file's docstring")
+    made = random_drafter(CASES["llama3"], target(), seed=4)
+    directory, model = export_drafter(tmp_path / "d", made.config, made.params), export_target(tmp_path / "t", target())
+    for to in ("speculators", "zlab_old"):
+        directory = convert_drafter(directory, tmp_path / to, to, target=model)
     compare(directory, load_drafter(directory, target()), tmp_path)
 
 
