@@ -47,6 +47,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.seq_len = 512
     config.data.directory = ""
     config.data.features = True
+    config.data.packing = False  # True: short samples share rows
     config.data.answers = ConfigDict(
         {
             "greedy": {

@@ -37,6 +37,7 @@ from flax import struct
 from dflash_jax.config import DeltaConfig
 
 CHUNK = 64
+FORGET = -1000.0  # a log decay that leaves nothing: exp of it is 0, and sums with it stay finite
 SMALLEST = 16  # triangular matrices up to this size are inverted in one piece
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -129,18 +130,28 @@ def commit(state: RecurrentState, inputs: RecurrentInputs, count_B: jax.Array) -
     return RecurrentState(last(conv_BxTxGxC, count_B), jnp.where(moved_B, new_BxGxRxPxH, old_BxGxRxPxH))
 
 
-def causal_conv(x_BxMxGxC: jax.Array, past_BxWxGxC: jax.Array, kernel_WxGxC: jax.Array) -> jax.Array:
+def causal_conv(
+    x_BxMxGxC: jax.Array, past_BxWxGxC: jax.Array, kernel_WxGxC: jax.Array, reach_BxM: jax.Array | None = None
+) -> jax.Array:
     """Depthwise convolution of each channel over the tokens up to its own, [B, M, G, C] in float32.
 
     Args:
       past_BxWxGxC: inputs of the tokens before the first, one fewer than the kernel has taps.
       kernel_WxGxC: taps, oldest first; the last one is the token's own.
+      reach_BxM: None, or how many tokens before its own each token sees at most.
     """
     taps, m = kernel_WxGxC.shape[0], x_BxMxGxC.shape[1]
     # Added one by one: XLA has no good depthwise convolution on CPU, and there are four taps.
     x_BxTxGxC = jnp.concatenate([past_BxWxGxC.astype(jnp.float32), x_BxMxGxC.astype(jnp.float32)], axis=1)
     kernel_WxGxC = kernel_WxGxC.astype(jnp.float32)
-    return sum(x_BxTxGxC[:, tap : tap + m] * kernel_WxGxC[tap][None, None] for tap in range(taps))
+
+    def part(tap: int) -> jax.Array:
+        part_BxMxGxC = x_BxTxGxC[:, tap : tap + m] * kernel_WxGxC[tap][None, None]
+        if reach_BxM is None:
+            return part_BxMxGxC
+        return jnp.where((reach_BxM >= taps - 1 - tap)[..., None, None], part_BxMxGxC, 0.0)
+
+    return sum(part(tap) for tap in range(taps))
 
 
 def delta_rule(

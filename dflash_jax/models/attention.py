@@ -16,10 +16,13 @@ from dflash_jax.models.layers import RMSNorm, dense, param, rope_table, rotate
 class BlockContext:
     """What every layer of one call has in common. Made once a call; holds no parameters."""
 
-    def __init__(self, position_BxM: jax.Array, length_B: jax.Array, visibility: jax.Array):
+    def __init__(
+        self, position_BxM: jax.Array, length_B: jax.Array, visibility: jax.Array, restarts: bool = False
+    ):  # fmt: skip
         self.position_BxM = position_BxM
         self.length_B = length_B
         self.visibility = visibility
+        self.restarts = restarts  # see `Transformer.__call__`
         self._tables: dict[tuple, tuple[jax.Array, jax.Array]] = {}
 
     def rope(self, rope: RopeConfig, dim: int, rotated: int | None = None) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.config import ConfigError, TargetConfig
-from dflash_jax.kernels.delta_rule import RecurrentInputs, RecurrentState, causal_conv, delta_rule
+from dflash_jax.kernels.delta_rule import FORGET, RecurrentInputs, RecurrentState, causal_conv, delta_rule
 from dflash_jax.models.attention import fold_heads
 from dflash_jax.models.layers import RMSNorm, dense, param
 
@@ -50,12 +50,16 @@ class DeltaNet(nnx.Module):
         self.out_GxRxHxD = param(rngs, (g, r, h, d), ("kv_heads", None, None, "embed"), dtype, g * r * h)
         self.key_dim = p
 
-    def __call__(self, x_BxMxD: jax.Array, state: RecurrentState) -> tuple[jax.Array, RecurrentInputs]:
+    def __call__(
+        self, x_BxMxD: jax.Array, state: RecurrentState, position_BxM: jax.Array | None = None
+    ) -> tuple[jax.Array, RecurrentInputs]:
         """A chain of M tokens behind the committed ones.
 
         Args:
           x_BxMxD: normed residual stream.
           state: of this layer, after the committed tokens; read, never written.
+          position_BxM: None, or positions where 0 begins a document that knows nothing of the tokens before it: its
+            first token forgets the state, and the convolution reaches no further back than to it.
 
         Returns:
           (out_BxMxD in the dtype of x, what `delta_rule.commit` needs). Tokens see the state and the tokens of the
@@ -68,12 +72,14 @@ class DeltaNet(nnx.Module):
         ba_BxMxGx2xR = dense(x_BxMxD, self.ba_DxGx2xR[...]).astype(f32)
         qkv_BxMxGxC, z_BxMxGxRH = jnp.split(qkvz_BxMxGxC, [2 * p + r * h], axis=-1)
 
-        mixed_BxMxGxC = jax.nn.silu(causal_conv(qkv_BxMxGxC, state.conv_BxWxGxC, self.conv_WxGxC[...]))
+        mixed_BxMxGxC = jax.nn.silu(causal_conv(qkv_BxMxGxC, state.conv_BxWxGxC, self.conv_WxGxC[...], position_BxM))
         q_BxMxGxP, k_BxMxGxP, v_BxMxGxRH = jnp.split(mixed_BxMxGxC, [p, 2 * p], axis=-1)
         q_BxMxGxP, k_BxMxGxP = _unit(q_BxMxGxP) * p**-0.5, _unit(k_BxMxGxP)
         beta_BxMxGxR = jax.nn.sigmoid(ba_BxMxGx2xR[..., 0, :])
         rate_GxR, bias_GxR = jnp.exp(self.a_log_GxR[...].astype(f32)), self.dt_bias_GxR[...].astype(f32)
         log_decay_BxMxGxR = -rate_GxR[None, None] * jax.nn.softplus(ba_BxMxGx2xR[..., 1, :] + bias_GxR[None, None])
+        if position_BxM is not None:
+            log_decay_BxMxGxR = jnp.where((position_BxM == 0)[..., None, None], FORGET, log_decay_BxMxGxR)
 
         out_BxMxGxRxH, write_BxMxGxRxH, _ = delta_rule(
             q_BxMxGxP, k_BxMxGxP, v_BxMxGxRH.reshape(b, m, g, r, h), log_decay_BxMxGxR, beta_BxMxGxR,

@@ -67,7 +67,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_BxMxD: jax.Array, rows: LayerRows, block: BlockContext) -> tuple[jax.Array, LayerRows]:
         """(output, what the M tokens add to the layer's cache). `rows`: pages, or a recurrent state."""
-        arguments = (rows,) if self.is_recurrent else (rows, block)
+        arguments = (rows, block.position_BxM if block.restarts else None) if self.is_recurrent else (rows, block)
         attended_BxMxD, new_rows = self.attention(self.attention_norm(x_BxMxD), *arguments)
         if self.attention_post_norm is not None:
             attended_BxMxD = self.attention_post_norm(attended_BxMxD)
@@ -106,6 +106,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         visibility: jax.Array,
         tap_ids: Sequence[int] = (),
+        restarts: bool = False,
     ) -> Forward:
         """Runs M tokens over the committed context; see `Forward`.
 
@@ -114,9 +115,11 @@ class Transformer(nnx.Module):
           cache: its first num_layers layers are this model's; read, never written.
           visibility: [M, M] or [B, M, M] bool, which slots of the block each slot sees.
           tap_ids: 0-based layers whose output is returned.
+          restarts: a token at position 0 begins a document that knows nothing of the tokens before it, in recurrent
+            layers too; `visibility` must keep the documents apart by itself.
         """
         x_BxMxD = self.embed(token_BxM)
-        block = BlockContext(position_BxM, cache.length_B, visibility)
+        block = BlockContext(position_BxM, cache.length_B, visibility, restarts)
         taps, kv, recurrent, states = {}, [], [], iter(cache.recurrent)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):

@@ -146,8 +146,12 @@ def abstract_batch(config: ConfigDict, mesh: Mesh, hidden: int, taps: int | None
         raise ConfigError(f"data.batch_size is {rows}, must be a multiple of the mesh's {parts} data shards")
     shapes = {
         "tokens_BxS": ((rows, tokens), jnp.int32), "loss_mask_BxS": ((rows, tokens), jnp.bool),
-        "length_B": ((rows,), jnp.int32), "id_B": ((rows,), jnp.int32), "epoch_B": ((rows,), jnp.int32),
+        "length_B": ((rows,), jnp.int32), "epoch_B": ((rows,), jnp.int32),
     }  # fmt: skip
+    if config.data.get("packing"):
+        shapes |= dict.fromkeys(("document_BxS", "position_BxS"), ((rows, tokens), jnp.int32))
+    else:
+        shapes["id_B"] = ((rows,), jnp.int32)
     if taps is not None:
         shapes["taps_BxSxTD"] = ((rows, tokens, taps), jnp.bfloat16)
         shapes["hidden_BxSxD"] = ((rows, tokens, hidden), jnp.bfloat16)

@@ -19,6 +19,7 @@ from absl import logging
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import compute_features
+from dflash_jax.data.packing import PackedRows, sample_order
 from dflash_jax.data.prompts import mixture
 from dflash_jax.data.regenerate import regenerate, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
@@ -41,10 +42,8 @@ class TrainingData:
     """What a run trains on.
 
     Attributes:
-      batches: see `BatchIterator`; every batch has the same shapes:
-        tokens_BxS int32, loss_mask_BxS bool (answer tokens), length_B int32, id_B int32, epoch_B int32, and
-        either none or both of taps_BxSxTD and hidden_BxSxD (float16 or bfloat16: the target's tapped states
-        and its final normed state). Without them the step runs the target.
+      batches: see `BatchIterator`; every batch has the same shapes, those of `dflash_jax.data.batches.make_iterator`
+        (taps_BxSxTD and hidden_BxSxD in any floating dtype, or neither: then the step runs the target).
       samples: what the batches are made of; the draft vocabulary is chosen from them.
       facts: JSON-able, what makes this data this data; a resumed run must have the same.
     """
@@ -80,6 +79,8 @@ class DataConfig:
 
     Attributes:
       batch_size, seq_len: rows of a batch, over all processes, and tokens of a row; longer samples keep their head.
+      packing: whole samples share rows where they fit, each as if it were alone: fewer rows of padding. An epoch then
+        has fewer steps, and `step.num_anchors` of a row go to all its samples.
       answers: {store name: fields of `AnswerConfig`}.
       natural: how many finished conversations of each source are taken as they are.
       stores: folders of further response stores, made before.
@@ -96,6 +97,7 @@ class DataConfig:
     stores: Sequence[str] = ()
     directory: str = ""
     features: bool = True
+    packing: bool = False
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -142,8 +144,10 @@ def open_training_data(
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {processes} processes")
     batches = make_iterator(
         samples, features, batch_size=config.batch_size // processes, seq_len=config.seq_len, seed=config.seed,
-        process_index=jax.process_index(), process_count=processes,
+        packing=config.packing, process_index=jax.process_index(), process_count=processes,
     )  # fmt: skip
+    if config.packing:
+        _report_packing(samples, config.seq_len, config.seed)
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(np.ascontiguousarray(sample.token_S, "<i4").tobytes())
@@ -153,9 +157,20 @@ def open_training_data(
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "seed": config.seed,
+        "packing": config.packing,
         "processes": processes,
     }
     return TrainingData(batches, samples, facts)
+
+
+def _report_packing(samples: Sequence[Sample], seq_len: int, seed: int) -> None:
+    lengths = [min(sample.length, seq_len) for sample in samples]
+    rows = len(PackedRows(lengths, sample_order(len(samples), seed), seq_len).rows_of(0))
+    tokens = sum(lengths) / seq_len
+    logging.info(
+        "packing: %d samples in %d rows; %.1f %% of the positions of an epoch hold tokens, unpacked %.1f %%",
+        len(samples), rows, 100 * tokens / rows, 100 * tokens / len(samples),
+    )  # fmt: skip
 
 
 def choose_draft_vocabulary(samples: Sequence[Sample], size: int, target: Target) -> np.ndarray | None:

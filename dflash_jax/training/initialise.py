@@ -112,12 +112,19 @@ class Statistics:
 
 
 def measure(
-    target: Target, token_BxS: np.ndarray, length_B: np.ndarray, tap_ids: Sequence[int], layers: Sequence[int] = ()
+    target: Target,
+    token_BxS: np.ndarray,
+    length_B: np.ndarray,
+    tap_ids: Sequence[int],
+    layers: Sequence[int] = (),
+    position_BxS: np.ndarray | None = None,
+    document_BxS: np.ndarray | None = None,
 ) -> Statistics:
     """Runs the target over a few rows and measures; see `Statistics`.
 
     Args:
       layers: target layers whose q and k are wanted.
+      position_BxS, document_BxS: of packed rows, see `forward_rows`.
 
     Raises:
       ConfigError: the rows hold no token, or a layer does not exist.
@@ -135,7 +142,8 @@ def measure(
     def run(params: nnx.State, token_BxS: jax.Array) -> tuple[dict[int, jax.Array], list[tuple[jax.Array, jax.Array]]]:
         model = nnx.merge(target.graphdef, params)
         b, s = token_BxS.shape
-        taps = forward_rows(model, token_BxS, wanted).taps_BxMxTD.reshape(b, s, len(wanted), -1)
+        result = forward_rows(model, token_BxS, wanted, position_BxS, document_BxS)
+        taps = result.taps_BxMxTD.reshape(b, s, len(wanted), -1)
         state = {layer: taps[:, :, i].astype(jnp.float32) for i, layer in enumerate(wanted)}
         rms = {layer: jnp.sqrt(jnp.mean(jnp.square(x), -1)) for layer, x in state.items()}
         state[-1] = model.embed(token_BxS)

@@ -28,6 +28,7 @@ from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
+from dflash_jax.data.batches import sample_ids
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
@@ -286,7 +287,7 @@ def train(
             with jax.profiler.StepTraceAnnotation("train", step_num=step), sharding.use(mesh):
                 state, metrics = train_step(state, frozen, put_batch(batch, mesh))
             step += 1
-            pending = (step, np.asarray(batch["id_B"]), metrics)
+            pending = (step, sample_ids(batch), metrics)
             bar.update(1)
 
             if step % run.log_every == 0 or step == last_step:
@@ -379,8 +380,14 @@ def _measure(config: ConfigDict, target: Target, draft: DrafterConfig, batches: 
     start = batches.get_state()
     batch = next(batches)
     batches.set_state(start)
-    token_BxS, length_B = (processes.first_rows(batch[name], 4) for name in ("tokens_BxS", "length_B"))
-    found = measure(target, token_BxS, length_B, draft.target_layer_ids, tuple(config.drafter.init_layers))
+    token_BxS, length_B, document_BxS, position_BxS = (
+        processes.first_rows(batch[name], 4) if name in batch else None
+        for name in ("tokens_BxS", "length_B", "document_BxS", "position_BxS")
+    )
+    found = measure(
+        target, token_BxS, length_B, draft.target_layer_ids, tuple(config.drafter.init_layers), position_BxS,
+        document_BxS,
+    )  # fmt: skip
     return Statistics(*(processes.of_the_first(numbers) for numbers in dataclasses.astuple(found)))
 
 

@@ -21,6 +21,7 @@ def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         every round began at a random anchor of these answers. Blocks that the answer's end cuts short pull
         it down a little.
       blocks: supervised blocks; grad_norm (mean), learning_rate (last).
+      real_tokens: share of the batches' positions that hold a token, the rest is padding.
     """
     total = {
         name: np.sum([np.asarray(getattr(s["sums"], name), np.float64) for s in steps], axis=0)
@@ -41,6 +42,7 @@ def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "blocks": total["blocks"],
         "grad_norm": np.mean([float(s["grad_norm"]) for s in steps]),
         "learning_rate": float(steps[-1]["learning_rate"]),
+        "real_tokens": np.mean([float(s["real_tokens"]) for s in steps]),
     }
     for j, (correct, count) in enumerate(zip(total["correct_J"], count_J, strict=True), 1):
         result[f"accuracy_{j}"] = correct / count

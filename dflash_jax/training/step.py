@@ -222,6 +222,11 @@ def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
     }
 
 
+def packed_documents(batch: dict[str, Any]) -> tuple[Any, Any]:
+    """(document_BxS, position_BxS) of a packed batch, see `make_iterator`; (None, None) of any other."""
+    return batch.get("document_BxS"), batch.get("position_BxS")
+
+
 LossFunction = Callable[[nnx.State, jax.Array, Frozen, dict[str, jax.Array]], LossSums]
 
 
@@ -248,10 +253,11 @@ def make_loss(
 
     def loss(params: nnx.State, key: jax.Array, frozen: Frozen, batch: dict[str, jax.Array]) -> LossSums:
         token_BxS, mask_BxS, length_B = batch["tokens_BxS"], batch["loss_mask_BxS"], batch["length_B"]
+        document_BxS, position_BxS = packed_documents(batch)
         anchor_BxA, keep_BxA = sample_anchors(
-            key, batch["epoch_B"], batch["id_B"], mask_BxS, length_B, config.num_anchors
+            key, batch["epoch_B"], batch.get("id_B"), mask_BxS, length_B, config.num_anchors, document_BxS, position_BxS
         )
-        label_BxAxJ, counts_BxAxJ = slot_labels(token_BxS, mask_BxS, length_B, anchor_BxA, keep_BxA, k)
+        label_BxAxJ, counts_BxAxJ = slot_labels(token_BxS, mask_BxS, length_B, anchor_BxA, keep_BxA, k, document_BxS)
         if frozen.target_to_draft_V is not None:
             label_BxAxJ = frozen.target_to_draft_V[label_BxAxJ]
         taps_BxSxTD, hidden_BxSxD = features(frozen, batch)
@@ -267,7 +273,9 @@ def make_loss(
         working = jax.tree.map(lambda x: x.astype(dtype), params)
         drafter = nnx.merge(drafter_graphdef, working)
         shared = frozen.shared.replace(embedding_VxD=frozen.shared.embedding_VxD.astype(dtype))
-        hidden_BxAxKxD = block_forward(drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k)
+        hidden_BxAxKxD = block_forward(
+            drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k, position_BxS, document_BxS
+        )
         weight_BxAxJ = jnp.broadcast_to(decay_weights(k, config.loss.gamma)[None, None], label_BxAxJ.shape)
         return block_loss(
             math, hidden_BxAxKxD[:, :, 1:], teacher_BxAxJxD, frozen.shared.head_DxV,
@@ -280,7 +288,10 @@ def make_loss(
         if frozen.target is None or target_graphdef is None:
             raise ConfigError("the batch has no taps_BxSxTD and the step no target to compute them with")
         target = nnx.merge(target_graphdef, jax.lax.stop_gradient(frozen.target))
-        result = forward_rows(target, batch["tokens_BxS"], drafter_config.target_layer_ids)
+        document_BxS, position_BxS = packed_documents(batch)
+        result = forward_rows(
+            target, batch["tokens_BxS"], drafter_config.target_layer_ids, position_BxS, document_BxS
+        )  # fmt: skip
         return jax.lax.stop_gradient((result.taps_BxMxTD, result.hidden_BxMxD))
 
     return loss
@@ -357,7 +368,8 @@ def make_train_step(
 
         rate_now = rate(state.opt_state[-1].count)
         state = jax.lax.cond(finite & (sums.denominator > 0), apply, lambda state: state, state)
-        metrics = {"sums": sums, "grad_norm": norm, "learning_rate": rate_now, "finite": finite}
+        real = jnp.sum(batch["length_B"]) / batch["tokens_BxS"].size
+        metrics = {"sums": sums, "grad_norm": norm, "learning_rate": rate_now, "finite": finite, "real_tokens": real}
         return state.replace(step=state.step + 1), metrics
 
     if mesh is None:

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
-from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.batches import make_iterator, sample_ids
 from dflash_jax.data.responses import Sample
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import random_target
@@ -72,7 +72,7 @@ class Recorded:
 
     def __next__(self) -> dict[str, np.ndarray]:
         result = next(self.batches)
-        self.seen += result["id_B"].tolist()
+        self.seen += sample_ids(result).tolist()
         return result
 
     def get_state(self) -> dict:
@@ -83,18 +83,21 @@ class Recorded:
         self.batches.set_state(state)
 
 
-def data(rows: int = 12, length: int = 24, batch_size: int = 4, process: int = 0, processes: int = 1) -> TrainingData:
+def data(
+    rows: int = 12, length: int = 24, batch_size: int = 4, process: int = 0, processes: int = 1, packing: bool = False
+) -> TrainingData:
     """Batches of the real iterator (shuffled, read ahead) over samples in memory, without features."""
     rng = np.random.default_rng(7)
-    starts = rng.integers(2, length // 2, rows)
-    ends = rng.integers(length // 2 + 3, length + 1, rows)
+    shortest = length // 4 if packing else length // 2
+    starts = rng.integers(2, shortest, rows)
+    ends = rng.integers(shortest + 3, length + 1, rows)
     whole = batch(7, rows, length, starts, ends, features=False)
     samples = [Sample(str(i), whole["tokens_BxS"][i, :e], whole["loss_mask_BxS"][i, :e]) for i, e in enumerate(ends)]
     iterator = make_iterator(
-        samples, batch_size=batch_size // processes, seq_len=length, seed=5, process_index=process,
-        process_count=processes,
+        samples, batch_size=batch_size // processes, seq_len=length, seed=5, packing=packing,
+        process_index=process, process_count=processes,
     )  # fmt: skip
-    return TrainingData(Recorded(iterator), samples, {"rows": rows, "length": length})
+    return TrainingData(Recorded(iterator), samples, {"rows": rows, "length": length, "packing": packing})
 
 
 STEPS = 20
