@@ -9,6 +9,7 @@ missing or misshapen can be named.
 from __future__ import annotations
 
 import contextlib
+import logging as python_logging
 import pathlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ class Checkpoints:
         if keep < 1:
             raise ConfigError(f"keep is {keep}, at least 1 checkpoint must stay")
         self.directory = pathlib.Path(directory).absolute()
+        logging.get_absl_logger().addFilter(_worth_saying)  # a second time changes nothing
+        self._newest: int | None = None  # saved or being saved by this object
         with _quiet():
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
@@ -51,31 +54,50 @@ class Checkpoints:
         with _quiet():
             self._checkpointer.close()
 
+    def wait(self) -> None:
+        """Returns when what `save` began is complete on disk.
+
+        Raises:
+          Exception: whatever went wrong while it was written.
+        """
+        with _quiet():
+            self._checkpointer.wait()
+
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
+        """Step of the newest complete checkpoint, or None; waits for one that is being written."""
+        self.wait()
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
     def save(self, state: TrainState, data_state: Mapping[str, Any], facts: Mapping[str, Any]) -> pathlib.Path:
-        """Writes a checkpoint of `state` and returns when it is complete on disk.
+        """Begins to write a checkpoint of `state`, and returns when the arrays are copied: `state` may be donated then.
 
-        It does not go on in the background: the next step donates the state's buffers, which on CPU are the
-        very memory that would still be written from.
+        The copy is in the host's memory, on CPU beside the state. Writing goes on in the background; a checkpoint
+        counts from when it is whole, and a process that is killed before leaves the earlier ones as they were. An
+        earlier save that is still being written is waited for, and what went wrong with it is raised.
 
         Args:
           data_state: JSON-able, what the data iterator's get_state() gave after the last used batch.
           facts: JSON-able; see `facts`.
         """
         step = int(state.step)
-        if step != self.latest:
-            content = {_STATE: flatten(state), _DATA: {"iterator": dict(data_state)}}
+        if self._newest is None:
+            self._newest = self.latest
+        if step != self._newest:
+            arrays = flatten(state)
+            if jax.default_backend() == "cpu":
+                # There Orbax writes from the very memory of the arrays, which the next step is given to write into.
+                arrays = jax.block_until_ready(jax.tree.map(jnp.copy, arrays))
+            content = {_STATE: arrays, _DATA: {"iterator": dict(data_state)}}
             with _quiet():
-                self._checkpointer.save_checkpointables(step, content, custom_metadata=dict(facts), force=True)
+                self._checkpointer.save_checkpointables_async(step, content, custom_metadata=dict(facts), force=True)
+            self._newest = step
         return self.directory / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
         """The facts saved with a checkpoint."""
+        self.wait()
         return dict(self._checkpointer.metadata(step).custom_metadata)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -84,6 +106,7 @@ class Checkpoints:
         Raises:
           ConfigError: an array is missing, unknown, misshapen or of another dtype, by its path.
         """
+        self.wait()
         wanted = flatten(like)
         with _quiet():
             stored = self._checkpointer.checkpointables_metadata(step).metadata[_STATE]
@@ -105,15 +128,18 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax reports every internal step at INFO, and advises on saved shardings that are not used here."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(min(verbosity, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Ss]harding info.*")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
+    """Orbax advises on saved shardings that are not used here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Ss]harding info.*")
+        yield
+
+
+def _worth_saying(record: python_logging.LogRecord) -> bool:
+    """Orbax reports every internal step at INFO, also from the thread that writes, and warns where a part of a
+    checkpoint has no arrays, as the data position has none."""
+    if "/orbax/" not in record.pathname:
+        return True
+    return record.levelno > python_logging.INFO and not record.getMessage().startswith("Skipping merge of OCDBT")
 
 
 def flatten(state: TrainState) -> dict[str, jax.Array]:

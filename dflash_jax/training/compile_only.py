@@ -24,8 +24,8 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
 from dflash_jax.training.adapter import check_trunk, trainable
+from dflash_jax.training.from_config import configured_drafter
 from dflash_jax.training.initialise import Statistics, coordinate_units
-from dflash_jax.training.loop import configured_drafter
 from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.step import (
     Frozen,

@@ -9,9 +9,8 @@ import math
 import pathlib
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,29 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from dflash_jax import sharding
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab, write_draft_vocab
 from dflash_jax.checkpoints.export_drafter import export_drafter
-from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, load_drafter, shared_weights
-from dflash_jax.checkpoints.load_target import load_target
-from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
+from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, shared_weights
+from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import sample_ids
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
-from dflash_jax.sharding import MeshConfig
-from dflash_jax.training import processes
+from dflash_jax.training import from_config, processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
-from dflash_jax.training.adapter import FROZEN, check_trunk, drafter_on_trunk, trainable, with_trunk_of
+from dflash_jax.training.adapter import check_trunk, trainable
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
-from dflash_jax.training.corpus import BatchIterator, TrainingData, choose_draft_vocabulary, open_training_data
-from dflash_jax.training.dry_run import TINY, tiny_target
-from dflash_jax.training.initialise import Statistics, coordinate_units, drafter_config, initial_params, measure
+from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, open_training_data
+from dflash_jax.training.initialise import Statistics, coordinate_units
+from dflash_jax.training.interrupts import stop_signal
 from dflash_jax.training.losses import LossConfig
-from dflash_jax.training.metrics import MetricsWriter, summarise
+from dflash_jax.training.metrics import MetricsWriter, check_wandb, summarise
+from dflash_jax.training.profiling import Profile, peak_device_bytes
+from dflash_jax.training.run_config import RunConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,
@@ -53,36 +51,7 @@ from dflash_jax.training.step import (
     make_train_step,
     put_batch,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """When things happen, in steps unless the name says otherwise.
-
-    Attributes:
-      stop_after: stop there, with a checkpoint, though the schedule goes on; None runs to total_steps.
-      save_every_minutes: besides save_every; one process only, since clocks differ.
-      eval_every: 0 for only at the end.
-      export_weights: what is evaluated and exported, "raw" parameters or their moving average "ema", which needs
-        optimizer.ema_decay. An export's config.json says which it holds. Both are in every checkpoint.
-    """
-
-    log_every: int = 20
-    eval_every: int = 0
-    save_every: int = 500
-    save_every_minutes: float | None = 10.0
-    keep_checkpoints: int = 2
-    stop_after: int | None = None
-    export_weights: str = "raw"
-
-    def __post_init__(self) -> None:
-        for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 1), ("keep_checkpoints", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"run.{name} is {getattr(self, name)}, must be at least {least}")
-        if self.save_every_minutes is not None and self.save_every_minutes <= 0:
-            raise ConfigError(f"run.save_every_minutes is {self.save_every_minutes}, must be positive or None")
-        if self.export_weights not in ("raw", "ema"):
-            raise ConfigError(f"run.export_weights is {self.export_weights!r}, must be 'raw' or 'ema'")
+from dflash_jax.training.watch import Explosion, TrainingDiverged, warn_if_apart
 
 
 @dataclasses.dataclass
@@ -93,10 +62,6 @@ class TrainResult:
     evaluation: dict[str, Any]
     best: dict[str, Any]
     export: pathlib.Path
-
-
-class TrainingDiverged(RuntimeError):
-    """A loss or gradient that is no finite number: names the step, the samples, and the saved state."""
 
 
 def train(
@@ -112,7 +77,8 @@ def train(
     Args:
       config: an experiment of `configs/`; sections seed, mesh, target, drafter, data, step, loss, optimizer,
         run, evaluation.
-      workdir: receives config.json, metrics.jsonl, tensorboard/, checkpoints/, best/ and export/.
+      workdir: receives config.json, metrics.jsonl, tensorboard/, checkpoints/, best/ and export/, and where
+        it comes to that profile/ and diverged/.
       target, data, evaluate: None builds them from the config; a notebook or a test may pass its own.
         `evaluate(target, drafter)` runs the draft-verify loop on held-out prompts and returns at least "tau"; with
         several processes each calls it, on its own devices.
@@ -124,7 +90,8 @@ def train(
     """
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
-    run = from_config_dict(RunConfig, config.run)
+    run = from_config_dict(RunConfig, config.run.to_dict())
+    check_wandb(run.wandb)
     optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
     if run.export_weights == "ema" and not optimizer_config.ema_decay:
         raise ConfigError(
@@ -136,13 +103,13 @@ def train(
 
     check_trunk(config.drafter.trunk, config.drafter.init_from)
     logging.info("== target")
-    mesh = _mesh(config)
+    mesh = from_config.configured_mesh(config)
     if target is None:
-        target = _target(config, mesh)
+        target = from_config.configured_target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
-    draft = configured_drafter(config, target.config)
+    draft = from_config.configured_drafter(config, target.config)
     check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
     own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
     if data is None:
@@ -180,7 +147,7 @@ def train(
             (workdir / DRAFT_VOCAB_FILE).unlink(missing_ok=True)  # of a run stopped before its first checkpoint
             if draft_to_target is not None:
                 write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
-        statistics = _measure(config, own, draft, data.batches)
+        statistics = from_config.measured(config, own, draft, data.batches)
     else:
         facts = checkpoints.facts(latest)
         check_fingerprint(facts["fingerprint"], fingerprint, str(checkpoints.directory / str(latest)))
@@ -189,7 +156,7 @@ def train(
     facts = {"fingerprint": fingerprint, "statistics": dataclasses.asdict(statistics)}
     logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
 
-    params = _initial_params(config, own, draft, statistics)
+    params = from_config.first_params(config, own, draft, statistics)
     unit = coordinate_units(params, draft, statistics)
     changing = trainable(params, config.drafter.trunk)
     optimizer = make_optimizer(optimizer_config, unit, changing)
@@ -206,7 +173,7 @@ def train(
     graphdef = nnx.split(nnx.eval_shape(lambda: DFlash(draft, jnp.float32, nnx.Rngs(0))))[0]
     frozen = Frozen(
         shared=shared_weights(target, draft_to_target),
-        target_to_draft_V=_inverse(draft_to_target, target.config.vocab_size, mesh),
+        target_to_draft_V=from_config.inverse_vocabulary(draft_to_target, target.config.vocab_size, mesh),
         target=target.params,
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
@@ -249,12 +216,24 @@ def train(
             return
         number, ids, metrics = pending
         metrics, pending = jax.device_get(metrics), None
+        loss, norm = float(metrics["sums"].loss / max(metrics["sums"].denominator, 1e-30)), float(metrics["grad_norm"])
         if not metrics["finite"]:
             where = save(state)
+            checkpoints.wait()
             raise TrainingDiverged(
                 f"step {number}: loss {metrics['sums'].loss} with gradient norm {metrics['grad_norm']} is not finite. "
                 f"Samples of the batch: {ids.tolist()}. The parameters before the step are saved in {where}. Look at "
                 "these samples, or lower optimizer.learning_rate"
+            )
+        exploded = explosion.see(number, ids, loss, norm)
+        if exploded:
+            with Checkpoints(workdir / "diverged", 1) as aside:
+                where = aside.save(state, data_state, facts)
+            raise TrainingDiverged(
+                f"{exploded}. The state behind the step is saved in {where}, apart from the checkpoints: the same "
+                f"command goes back to step {checkpoints.latest or 0} and comes here again. Look at these samples; in "
+                "another workdir lower optimizer.learning_rate or optimizer.clip_norm, or lengthen warmup_steps "
+                "(drafter.init_from takes over exported weights); or let it pass: raise the ratio"
             )
         window.append(metrics)
 
@@ -265,7 +244,7 @@ def train(
         evaluation = dict(evaluate(own, bound(state)))
         writer.write(step, "eval", evaluation)
         logging.info("step %d evaluation: %s", step, _line(evaluation))
-        _warn_if_apart(evaluation["tau"], last_summary.get("chain_tau"))
+        warn_if_apart(evaluation["tau"], last_summary.get("chain_tau"))
         if evaluation["tau"] > best["tau"]:
             best = {"step": step, "tau": evaluation["tau"]}
             export(state, "best")
@@ -273,20 +252,24 @@ def train(
                 (workdir / "best.json").write_text(json.dumps(best))
 
     last_summary: dict[str, float] = {}
+    explosion = Explosion(run)
     saved_at = logged_at = time.monotonic()
     with (
         checkpoints,
-        contextlib.closing(MetricsWriter(workdir, step, enabled=processes.is_first())) as writer,
+        contextlib.closing(MetricsWriter(workdir, step, processes.is_first(), run.wandb, config.to_dict())) as writer,
+        Profile(workdir / "profile", run.profile_steps) as profile,
         _progress(step, last_step) as bar,
-        _stop_signal() as stopped,
+        stop_signal() as stopped,
     ):
         while step < last_step:
             batch = dict(next(data.batches))
             settle()
             data_state = data.batches.get_state()
+            profile.before(step + 1)
             with jax.profiler.StepTraceAnnotation("train", step_num=step), sharding.use(mesh):
                 state, metrics = train_step(state, frozen, put_batch(batch, mesh))
             step += 1
+            profile.after(step, metrics)
             pending = (step, sample_ids(batch), metrics)
             bar.update(1)
 
@@ -295,6 +278,8 @@ def train(
                 seconds, logged_at = time.monotonic() - logged_at, time.monotonic()
                 last_summary = summarise(window) | {"epoch": float(np.max(batch["epoch_B"]))}
                 last_summary |= {"seconds": seconds, "blocks_per_s": last_summary["blocks"] / seconds}
+                if (peak := peak_device_bytes()) is not None:
+                    last_summary["peak_device_bytes"] = float(peak)
                 window.clear()
                 writer.write(step, "train", last_summary)
                 _report(bar, step, last_summary)
@@ -302,9 +287,11 @@ def train(
             stopping = stopped(step)
             if step % run.save_every == 0 or due or stopping:
                 settle()
-                where = save(state)
-                saved_at = time.monotonic()
+                if stopping or not explosion.suspected:
+                    where = save(state)
+                    saved_at = time.monotonic()
             if stopping:
+                checkpoints.wait()
                 logging.info("stopped by a signal at step %d, saved in %s; the same command goes on", step, where)
                 raise SystemExit(128 + signal.SIGTERM)
             if run.eval_every and step % run.eval_every == 0 and step < last_step:
@@ -319,114 +306,6 @@ def train(
     directory = export(state, "export")
     logging.info("exported to %s; best tau %.3f at step %d", directory, best["tau"], best["step"])
     return TrainResult(step, evaluation, best, directory)
-
-
-def _target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
-    if config.target.source == TINY:
-        return tiny_target(config.seed, mesh)
-
-    def progress(done: int, total: int, what: str) -> None:
-        if total and done == total:
-            logging.info("%s: complete", what)
-
-    return load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, progress=progress)
-
-
-def _mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
-    mesh, count = from_config_dict(MeshConfig, config.mesh), jax.process_count()
-    if count > 1 and mesh.size != jax.device_count():
-        raise ConfigError(
-            f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "
-            "processes"
-        )
-    if mesh.data % count:
-        raise ConfigError(f"mesh.data is {mesh.data}, must be a multiple of the {count} processes")
-    return mesh.make()
-
-
-def configured_drafter(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
-    """The drafter that the config's `drafter` section asks for."""
-    fields = config.drafter.to_dict()
-    for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
-        fields.pop(name)
-    if config.drafter.trunk == FROZEN:
-        return drafter_on_trunk(config.drafter.init_from, target, **fields)
-    return drafter_config(target, **fields)
-
-
-def _initial_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
-    if not config.drafter.init_from or config.drafter.trunk == FROZEN:
-        params = initial_params(
-            draft, target, statistics, seed=config.seed, init_layers=tuple(config.drafter.init_layers)
-        )
-        return with_trunk_of(config.drafter.init_from, draft, params) if config.drafter.init_from else params
-    trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
-    if trained.own_vocabulary:
-        raise ConfigError(
-            f"drafter.init_from {config.drafter.init_from} has a table or head of its own, and training uses the "
-            "target's: its layers would start on others than they were trained with"
-        )
-    ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
-    for name, value in ours.items():
-        if name != "block_size" and theirs[name] != value:
-            raise ConfigError(
-                f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
-            )
-    return trained.params
-
-
-def _measure(config: ConfigDict, target: Target, draft: DrafterConfig, batches: BatchIterator) -> Statistics:
-    """Measures on the first rows of the first batch, and puts the iterator back."""
-    start = batches.get_state()
-    batch = next(batches)
-    batches.set_state(start)
-    token_BxS, length_B, document_BxS, position_BxS = (
-        processes.first_rows(batch[name], 4) if name in batch else None
-        for name in ("tokens_BxS", "length_B", "document_BxS", "position_BxS")
-    )
-    found = measure(
-        target, token_BxS, length_B, draft.target_layer_ids, tuple(config.drafter.init_layers), position_BxS,
-        document_BxS,
-    )  # fmt: skip
-    return Statistics(*(processes.of_the_first(numbers) for numbers in dataclasses.astuple(found)))
-
-
-def _inverse(draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.Mesh | None) -> jax.Array | None:
-    if draft_to_target is None:
-        return None
-    inverse_V = np.full((vocab,), -1, np.int32)
-    inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
-    return jnp.asarray(inverse_V) if mesh is None else sharding.put(inverse_V, sharding.replicated(mesh))
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[int], bool]]:
-    """stopped(step): whether this run should save and end, because of SIGTERM or of a pod's preemption notice.
-
-    With several processes the answer is agreed on, so that all stop at the same step.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda step: False  # only the main thread may take signals
-        return
-    received = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: received.set())
-    try:
-        yield lambda step: received.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _warn_if_apart(tau: float, chain_tau: float | None) -> None:
-    """Training and serving measure the same thing twice; a large gap is a fault or overfitting."""
-    if chain_tau is not None and chain_tau > 1.3 and tau - 1 < 0.5 * (chain_tau - 1):
-        logging.warning(
-            "tau is %.2f when decoding, but training accuracy would give %.2f: the drafter has overfitted the training "
-            "answers, or training and serving differ (answers not the target's own, labels, taps, positions)",
-            tau, chain_tau,
-        )  # fmt: skip
 
 
 def _progress(step: int, last_step: int) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from dflash_jax.config import ConfigError
 
 
 def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -50,15 +53,24 @@ def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` in the workdir, and to TensorBoard files beside it.
+    """Appends to `metrics.jsonl` in the workdir, to TensorBoard files beside it, and to Weights & Biases where asked.
 
     After a resume, lines of steps that are about to be taken again are dropped: each step stands once.
 
     Args:
       enabled: False writes nothing: another process of the run does.
+      wandb: arguments of `wandb.init`; without a "project" nothing is sent. A resumed run goes on under the same id.
+      config: what is shown beside the run there.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, first_step: int = 0, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: str | pathlib.Path,
+        first_step: int = 0,
+        enabled: bool = True,
+        wandb: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
         self._enabled = enabled
         if not enabled:
             return
@@ -71,23 +83,72 @@ class MetricsWriter:
             path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a")
         self._board = tensorboardX.SummaryWriter(str(directory / "tensorboard"), purge_step=first_step or None)
+        self._wandb = _start_wandb(directory, wandb, config) if wandb and wandb.get("project") else None
 
-    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """One line {"step", "kind", ...}; `kind` is train or eval and the prefix on TensorBoard."""
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """One line {"step", "kind", ...}; `kind` is train or eval and the prefix on TensorBoard.
+
+        A list becomes a curve an entry there: histogram [0, 3] is histogram_0 and histogram_1.
+        """
         if not self._enabled:
             return
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {f"{kind}/{name}": value for name, value in _scalars(values)}
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
         self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log({**numbers, "step": step})
 
     def close(self) -> None:
         if not self._enabled:
             return
         self._file.close()
         self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def check_wandb(options: Mapping[str, Any]) -> None:
+    """Refuses a run that is to be reported to Weights & Biases where that is not installed.
+
+    Raises:
+      ConfigError: so it is, or there are options but no project.
+    """
+    project = options.get("project")
+    if not project:
+        others = sorted(name for name, value in options.items() if value and name != "project")
+        if others:
+            raise ConfigError(f"run.wandb has {others[0]} but no project; set run.wandb.project, or leave all unset")
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"run.wandb.project is {project!r}, but wandb is not installed: pip install wandb, or leave the project "
+            "empty (metrics.jsonl and tensorboard/ are always written)"
+        )
+
+
+def _start_wandb(directory: pathlib.Path, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> Any:
+    import wandb
+
+    path = directory / "wandb_id"
+    known = path.read_text().strip() if path.exists() else None
+    set_here = {name: value for name, value in options.items() if value not in (None, "")}
+    run = wandb.init(
+        dir=str(directory), config=dict(config or {}), **{"id": known, "resume": "allow", **set_here}
+    )  # fmt: skip
+    path.write_text(run.id)
+    run.define_metric("*", step_metric="step")  # its own count never goes back, a resumed run's steps do
+    return run
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            yield name, value
+        elif isinstance(value, list):
+            yield from ((f"{name}_{i}", x) for i, x in enumerate(value) if isinstance(x, (int, float)))
 
 
 def _step_of(line: str) -> float:

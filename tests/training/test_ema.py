@@ -14,8 +14,9 @@ from dflash_jax import load_drafter
 from dflash_jax.config import ConfigError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, flatten
-from dflash_jax.training.loop import RunConfig, train
+from dflash_jax.training.loop import train
 from dflash_jax.training.losses import LossSums
+from dflash_jax.training.run_config import RunConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from dflash_jax import load_drafter, sharding
 from dflash_jax.config import ConfigError
 from dflash_jax.sharding import make_mesh
-from dflash_jax.training import loop, processes
+from dflash_jax.training import from_config, processes
 from tests.training import one_of_two, toy
 
 
@@ -109,4 +109,4 @@ def test_a_view_of_this_process_is_the_same_memory():
 def test_meshes_that_do_not_suit_the_processes_are_refused(monkeypatch, data, tensor, message):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=message):
-        loop._mesh(ConfigDict({"mesh": {"data": data, "tensor": tensor}}))
+        from_config.configured_mesh(ConfigDict({"mesh": {"data": data, "tensor": tensor}}))

@@ -15,7 +15,7 @@ from dflash_jax import sharding
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.config import ConfigError
 from dflash_jax.training.compile_only import abstract_batch, abstract_train_step
-from dflash_jax.training.loop import configured_drafter
+from dflash_jax.training.from_config import configured_drafter
 from training import tiny_train_compile
 
 HERE, ROOT = pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import dflash_jax
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.config import ConfigError
 from dflash_jax.drafters.contract import Drafter
-from dflash_jax.training import acceptance, loop
+from dflash_jax.training import acceptance, from_config, loop, watch
 from dflash_jax.training.dry_run import byte_tokenizer, tiny_target
 from dflash_jax.training.metrics import MetricsWriter, summarise
 from tests.training import toy
@@ -91,7 +91,7 @@ def test_the_recipe_fits_the_real_target():
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
         head_dim=64, max_positions=8192, layer_types=("full_attention",) * 30,
     )  # fmt: skip
-    draft = loop.configured_drafter(config, architecture)
+    draft = from_config.configured_drafter(config, architecture)
     assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 2
 
 
@@ -160,10 +160,10 @@ def test_a_gap_between_training_and_serving_is_said_aloud(caplog):
     logger = logging.get_absl_logger()
     logger.addHandler(caplog.handler)
     try:
-        loop._warn_if_apart(1.9, 2.2)
-        loop._warn_if_apart(1.02, 1.1)
+        watch.warn_if_apart(1.9, 2.2)
+        watch.warn_if_apart(1.02, 1.1)
         assert not caplog.records
-        loop._warn_if_apart(1.02, 3.1)
+        watch.warn_if_apart(1.02, 3.1)
         assert "tau is 1.02" in caplog.text and "3.10" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)

@@ -1,0 +1,116 @@
+"""What a run is made of, as its config asks: mesh, target, drafter, first parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+from ml_collections import ConfigDict
+
+from dflash_jax import sharding
+from dflash_jax.checkpoints.load_drafter import load_drafter
+from dflash_jax.checkpoints.load_target import load_target
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
+from dflash_jax.models.target import Target
+from dflash_jax.sharding import MeshConfig
+from dflash_jax.training import processes
+from dflash_jax.training.adapter import FROZEN, drafter_on_trunk, with_trunk_of
+from dflash_jax.training.corpus import BatchIterator
+from dflash_jax.training.dry_run import TINY, tiny_target
+from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure
+
+
+def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
+    """The target that the config's `target` section names, loaded onto the mesh."""
+    if config.target.source == TINY:
+        return tiny_target(config.seed, mesh)
+
+    def progress(done: int, total: int, what: str) -> None:
+        if total and done == total:
+            logging.info("%s: complete", what)
+
+    return load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, progress=progress)
+
+
+def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
+    """The mesh of the config's `mesh` section; None for one device.
+
+    Raises:
+      ConfigError: it does not suit the processes.
+    """
+    mesh, count = from_config_dict(MeshConfig, config.mesh), jax.process_count()
+    if count > 1 and mesh.size != jax.device_count():
+        raise ConfigError(
+            f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "
+            "processes"
+        )
+    if mesh.data % count:
+        raise ConfigError(f"mesh.data is {mesh.data}, must be a multiple of the {count} processes")
+    return mesh.make()
+
+
+def configured_drafter(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
+    """The drafter that the config's `drafter` section asks for."""
+    fields = config.drafter.to_dict()
+    for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
+        fields.pop(name)
+    if config.drafter.trunk == FROZEN:
+        return drafter_on_trunk(config.drafter.init_from, target, **fields)
+    return drafter_config(target, **fields)
+
+
+def first_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
+    """Parameters to start from: fresh, from target layers, a trained drafter's, or fresh around a trained trunk.
+
+    Raises:
+      ConfigError: `drafter.init_from` is of another shape than this run's drafter.
+    """
+    if not config.drafter.init_from or config.drafter.trunk == FROZEN:
+        params = initial_params(
+            draft, target, statistics, seed=config.seed, init_layers=tuple(config.drafter.init_layers)
+        )
+        return with_trunk_of(config.drafter.init_from, draft, params) if config.drafter.init_from else params
+    trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
+    if trained.own_vocabulary:
+        raise ConfigError(
+            f"drafter.init_from {config.drafter.init_from} has a table or head of its own, and training uses the "
+            "target's: its layers would start on others than they were trained with"
+        )
+    ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
+    for name, value in ours.items():
+        if name != "block_size" and theirs[name] != value:
+            raise ConfigError(
+                f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
+            )
+    return trained.params
+
+
+def measured(config: ConfigDict, target: Target, draft: DrafterConfig, batches: BatchIterator) -> Statistics:
+    """Measures on the first rows of the first batch, and puts the iterator back."""
+    start = batches.get_state()
+    batch = next(batches)
+    batches.set_state(start)
+    token_BxS, length_B, document_BxS, position_BxS = (
+        processes.first_rows(batch[name], 4) if name in batch else None
+        for name in ("tokens_BxS", "length_B", "document_BxS", "position_BxS")
+    )
+    found = measure(
+        target, token_BxS, length_B, draft.target_layer_ids, tuple(config.drafter.init_layers), position_BxS,
+        document_BxS,
+    )  # fmt: skip
+    return Statistics(*(processes.of_the_first(numbers) for numbers in dataclasses.astuple(found)))
+
+
+def inverse_vocabulary(
+    draft_to_target: np.ndarray | None, vocab: int, mesh: jax.sharding.Mesh | None
+) -> jax.Array | None:
+    """Draft id of each target id, -1 outside the draft vocabulary; None for the whole vocabulary."""
+    if draft_to_target is None:
+        return None
+    inverse_V = np.full((vocab,), -1, np.int32)
+    inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
+    return jnp.asarray(inverse_V) if mesh is None else sharding.put(inverse_V, sharding.replicated(mesh))
