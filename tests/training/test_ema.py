@@ -51,7 +51,11 @@ def test_b96_the_average_moves_once_an_optimiser_step():
     step = make_train_step(StepConfig(1, 2, accumulation=2), one_slot, to_one(), config)
     params = nnx.State({"w": nnx.Param(jnp.zeros((1, 1)))})
     state = init_state(params, to_one(), 0, None, ema=True)
-    batch, path, averages = {"length_B": jnp.ones((4,), jnp.int32)}, [0.0], [0.0]
+    batch, path, averages = (
+        {"length_B": jnp.ones((4,), jnp.int32), "tokens_BxS": jnp.ones((4, 1), jnp.int32)},
+        [0.0],
+        [0.0],
+    )
     for _ in range(2):
         state, metrics = step(state, Frozen(None), batch)
         assert metrics["sums"].denominator == 4  # both halves of the batch were summed
@@ -69,7 +73,12 @@ def test_b96_a_skipped_step_leaves_the_average_alone():
     step = make_train_step(StepConfig(1, 2), broken, to_one(), OptimizerConfig(ema_decay=0.9))
     state = init_state(nnx.State({"w": nnx.Param(jnp.zeros((1, 1)))}), to_one(), 0, None, ema=True)
     for factor, expected in ((np.nan, 0.0), (1.0, 0.1)):
-        state, metrics = step(state, Frozen(None), {"length_B": jnp.ones((1,)), "factor_B": jnp.asarray([factor])})
+        batch = {
+            "length_B": jnp.ones((1,)),
+            "tokens_BxS": jnp.ones((1, 1), jnp.int32),
+            "factor_B": jnp.asarray([factor]),
+        }
+        state, metrics = step(state, Frozen(None), batch)
         assert bool(metrics["finite"]) == np.isfinite(factor)
         np.testing.assert_allclose(state.ema["w"].get_value(), expected, rtol=1e-6)
 
@@ -100,7 +109,7 @@ def test_the_average_lies_where_its_parameters_lie():
 
 def test_a_state_and_a_decay_that_disagree_are_refused():
     params = nnx.State({"w": nnx.Param(jnp.zeros((1, 1)))})
-    batch = {"length_B": jnp.ones((1,))}
+    batch = {"length_B": jnp.ones((1,)), "tokens_BxS": jnp.ones((1, 1), jnp.int32)}
     for decay, ema in ((0.9, False), (0.0, True)):
         step = make_train_step(StepConfig(1, 2), one_slot, to_one(), OptimizerConfig(ema_decay=decay))
         with pytest.raises(ValueError, match=f"optimizer.ema_decay is {decay}"):
