@@ -26,7 +26,7 @@ from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import abstract_model
-from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,
@@ -51,7 +51,7 @@ class Trainer:
         params = load_params(abstract, drafter_placements(config), SafetensorsReader(folder / "drafter"), mesh=None)
         self.config = StepConfig(
             num_anchors=arguments.anchors, block_size=arguments.block_size, compute_dtype=arguments.dtype,
-            loss=LossConfig(hard_weight=1.0, soft_weight=0.0, gamma=4.0),
+            loss=LossConfig("hard", gamma=4.0),
         )  # fmt: skip
         self.drafter_config = config
         optimizer_config = OptimizerConfig(learning_rate=1e-4, total_steps=10_000)

@@ -63,7 +63,14 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.seed = 0
 
     config.step = ConfigDict({"num_anchors": 32, "accumulation": 1, "compute_dtype": "float32"})
-    config.loss = ConfigDict({"hard_weight": 0.1, "soft_weight": 0.9, "gamma": 4.0, "chunk_slots": 256})
+    config.loss = ConfigDict()
+    config.loss.objective = ConfigDict(
+        {"hard": 0.1, "forward_kl": 0.9, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}
+    )
+    config.loss.weighting = "decay"  # or "uniform", "dpace", "dpace_confidence", "dpace_continuation"
+    config.loss.gamma = 4.0  # read by "decay"; None: as published for the block size
+    config.loss.dpace_alpha = 0.5  # read by the three "dpace" kinds
+    config.loss.chunk_slots = 256
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 8e-4
     config.optimizer.total_steps = 3000

@@ -1,10 +1,9 @@
-"""Where training blocks start, what each of their slots must predict, and how much that counts."""
+"""Where training blocks start, and what each of their slots must predict."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def valid_anchors(loss_mask_BxS: jax.Array, length_B: jax.Array, document_BxS: jax.Array | None = None) -> jax.Array:
@@ -103,16 +102,6 @@ def slot_labels(
         own_BxA = jnp.take_along_axis(document_BxS, anchor_BxA, axis=1)
         counts_BxAxJ &= gather_rows(document_BxS, index_BxAxJ) == own_BxA[..., None]
     return jnp.where(counts_BxAxJ, gather_rows(token_BxS, index_BxAxJ), 0), counts_BxAxJ
-
-
-def decay_weights(block_size: int, gamma: float | None) -> jax.Array:
-    """[K - 1] float32: exp(-(o - 1) / gamma) for slot o = 1 .. K-1; all ones where gamma is None.
-
-    Source: DFlash (arXiv 2602.06036): gamma 7, 5, 4 for blocks of 16, 10, 8. A wrong token makes all behind
-    it worthless, so early slots count more.
-    """
-    offset_J = np.arange(block_size - 1, dtype=np.float64)
-    return jnp.asarray(np.ones_like(offset_J) if gamma is None else np.exp(-offset_J / gamma), jnp.float32)
 
 
 def gather_rows(x_BxSx: jax.Array, index_Bx: jax.Array) -> jax.Array:

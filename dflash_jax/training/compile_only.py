@@ -26,7 +26,6 @@ from dflash_jax.tpu_topology import prepare_host, tpu_topology
 from dflash_jax.training.adapter import check_trunk, trainable
 from dflash_jax.training.from_config import configured_drafter
 from dflash_jax.training.initialise import Statistics, coordinate_units
-from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,
@@ -105,9 +104,7 @@ def abstract_train_step(
       ConfigError: the batch does not divide over the mesh's data shards.
     """
     optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
-    step_config = StepConfig(
-        block_size=drafter.block_size, loss=from_config_dict(LossConfig, config.loss), **config.step.to_dict()
-    )
+    step_config = StepConfig.of(config.step, config.loss, drafter.block_size)
     graphdef, params = laid_out(None, DFlash, drafter, jnp.float32)
     # Measured on text in a run; as numbers in the program they change nothing of what it takes.
     unit = coordinate_units(params, drafter, Statistics(tap_rms=(1.0,) * len(drafter.target_layer_ids)))
@@ -122,16 +119,17 @@ def abstract_train_step(
     )  # fmt: skip
 
     target_graphdef, target_params = laid_out(mesh, Transformer, target, dtype)
-    size, inverse = config.drafter.draft_vocab_size, None
+    size, inverse, whole = config.drafter.draft_vocab_size, None, None
     shared = abstract_shared(target_params, target, mesh)
     if size and size < target.vocab_size:
+        whole = shared.head_DxV if step_config.loss.needs_whole_law else None
         shared = shared.replace(
             head_DxV=sharding.abstract_array(mesh, (target.hidden_size, size), dtype, ("embed", "vocab")),
             draft_to_target_V=sharding.abstract_array(mesh, (size,), jnp.int32),
         )
         inverse = sharding.abstract_array(mesh, (target.vocab_size,), jnp.int32)
     features = config.data.features
-    frozen = Frozen(shared, inverse, None if features else target_params)
+    frozen = Frozen(shared, inverse, None if features else target_params, whole)
     loss = make_loss(step_config, graphdef, drafter, target, target_graphdef)
     step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh, changing)
     taps = len(drafter.target_layer_ids) * target.hidden_size if features else None

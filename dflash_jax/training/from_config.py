@@ -12,7 +12,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from dflash_jax import sharding
-from dflash_jax.checkpoints.load_drafter import load_drafter
+from dflash_jax.checkpoints.load_drafter import load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
 from dflash_jax.models.target import Target
@@ -22,6 +22,7 @@ from dflash_jax.training.adapter import FROZEN, drafter_on_trunk, with_trunk_of
 from dflash_jax.training.corpus import BatchIterator
 from dflash_jax.training.dry_run import TINY, tiny_target
 from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure
+from dflash_jax.training.objectives import LossConfig
 
 
 def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
@@ -114,3 +115,8 @@ def inverse_vocabulary(
     inverse_V = np.full((vocab,), -1, np.int32)
     inverse_V[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
     return jnp.asarray(inverse_V) if mesh is None else sharding.put(inverse_V, sharding.replicated(mesh))
+
+
+def whole_head(loss: LossConfig, target: Target, draft_to_target: np.ndarray | None) -> jax.Array | None:
+    """`Frozen.whole_head_DxV` of a run: the target's head where the loss needs more of it than the drafter has."""
+    return shared_weights(target).head_DxV if loss.needs_whole_law and draft_to_target is not None else None

@@ -36,7 +36,6 @@ from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.interrupts import stop_signal
-from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.metrics import MetricsWriter, check_wandb, summarise
 from dflash_jax.training.profiling import Profile, peak_device_bytes
 from dflash_jax.training.run_config import RunConfig
@@ -120,9 +119,7 @@ def train(
         evaluate = open_evaluation(config.evaluation.to_dict(), own)
 
     logging.info("== drafter")
-    step_config = StepConfig(
-        block_size=draft.block_size, loss=from_config_dict(LossConfig, config.loss), **config.step.to_dict()
-    )
+    step_config = StepConfig.of(config.step, config.loss, draft.block_size)
     fingerprint = {
         "seed": config.seed,
         "target": {"source": target.source, "config": dataclasses.asdict(target.config)},
@@ -175,6 +172,7 @@ def train(
         shared=shared_weights(target, draft_to_target),
         target_to_draft_V=from_config.inverse_vocabulary(draft_to_target, target.config.vocab_size, mesh),
         target=target.params,
+        whole_head_DxV=from_config.whole_head(step_config.loss, target, draft_to_target),
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)
     train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh, changing)

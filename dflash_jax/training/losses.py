@@ -1,10 +1,11 @@
-"""The training loss, a chunk of anchors at a time: [A * K, V] logits never exist at once.
+"""The training loss, a chunk of blocks at a time: [A * K, V] logits never exist at once.
 
-Loss and gradient of a chunk are computed together. The gradient of both cross entropies with respect to
-the logits is softmax(z) - p, so the product with the head's transpose that the backward pass would need is
-taken while the chunk's logits are at hand, and only [B, A, J, D] is kept: no logits are stored and none are
-computed twice. Results are sums with their denominators: dividing is left to whoever has seen the whole
-batch, so shards and accumulated parts weigh what they hold.
+Loss and gradient of a chunk are computed together. Each objective gives its gradient with respect to the logits by
+formula (`objectives`), so the product with the head's transpose that the backward pass would need is taken while the
+chunk's logits are at hand, and only [B, A, J, D] is kept: no logits are stored and none are computed twice. A chunk
+holds whole blocks, so weights that depend on all slots of a block need no second pass. Results are sums with their
+denominators: dividing is left to whoever has seen the whole batch, so shards and accumulated parts weigh what they
+hold.
 """
 
 from __future__ import annotations
@@ -18,38 +19,7 @@ from flax import struct
 
 from dflash_jax.config import ConfigError
 from dflash_jax.models.transformer import softcap
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """What is minimised.
-
-    Attributes:
-      hard_weight: on -log q(label).
-      soft_weight: on KL(p || q), p the target's law over the draft vocabulary, given the true prefix.
-      gamma: decay of slot weights, exp(-(o - 1) / gamma); None for none.
-      chunk_slots: about how many rows of logits exist at once.
-      teacher_dtype: of the product that gives the target's logits: float32 or bfloat16.
-    """
-
-    hard_weight: float = 0.0
-    soft_weight: float = 1.0
-    gamma: float | None = 4.0
-    chunk_slots: int = 256
-    teacher_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("hard_weight", "soft_weight"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"loss.{name} is {getattr(self, name)}, must not be negative")
-        if self.hard_weight + self.soft_weight == 0:
-            raise ConfigError("loss.hard_weight and loss.soft_weight are both 0: nothing would be learned")
-        if self.gamma is not None and self.gamma <= 0:
-            raise ConfigError(f"loss.gamma is {self.gamma}, must be positive (or None for equal weights)")
-        if self.chunk_slots < 1:
-            raise ConfigError(f"loss.chunk_slots is {self.chunk_slots}, must be at least 1")
-        if self.teacher_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"loss.teacher_dtype is {self.teacher_dtype!r}, must be 'float32' or 'bfloat16'")
+from dflash_jax.training.objectives import HARD, OBJECTIVES, Laws, LossConfig, dynamic_weights
 
 
 @struct.dataclass
@@ -57,22 +27,24 @@ class LossSums:
     """Sums over slots; add them over parts of a batch, divide once.
 
     Attributes:
-      loss: sum of weight * (hard_weight * hard + soft_weight * soft); the only one with a gradient.
-      hard: sum of weight * -log q(label), over slots whose label is in the draft vocabulary.
-      soft: sum of weight * KL(p || q).
-      hard_denominator, denominator: sums of the weights that `hard`, and `loss` and `soft`, went over.
+      loss: sum of weight * sum of coefficient * objective; the only one with a gradient. `loss / denominator` is what
+        is minimised.
+      denominator: the sum of the weights; for weights from confidence the number of blocks.
+      objective: by name, sum of weight * objective: of those that are minimised, and of "hard" in any case.
+      weight, label_weight: sums of the weights of all supervised slots, and of those whose label is in the draft
+        vocabulary: `objective` over `weight` is a mean, that of "hard" over `label_weight`.
       count_J: supervised slots at each position of the block, whatever their weight.
       correct_J: those where the label has the highest draft logit.
-      agree_J: those where the target's own first choice (in the draft vocabulary) has it; 0 without teacher.
+      agree_J: those where the target's own first choice (in the draft vocabulary) has it; 0 without the target.
       chain: sum over blocks of the number of leading slots that are correct.
       blocks: blocks with at least one supervised slot.
     """
 
     loss: jax.Array
-    hard: jax.Array
-    soft: jax.Array
-    hard_denominator: jax.Array
     denominator: jax.Array
+    objective: dict[str, jax.Array]
+    weight: jax.Array
+    label_weight: jax.Array
     count_J: jax.Array
     correct_J: jax.Array
     agree_J: jax.Array
@@ -90,6 +62,32 @@ class HeadMath:
     teacher_softcap: float | None = None
 
 
+@struct.dataclass
+class _Slots:
+    """What the chunks are cut from; every array starts with [B, A]."""
+
+    hidden_BxAxJxD: jax.Array
+    teacher_BxAxJxD: jax.Array | None
+    label_BxAxJ: jax.Array
+    weight_BxAxJ: jax.Array
+
+
+@struct.dataclass
+class _Heads:
+    """The frozen heads: over the draft vocabulary, and over the target's where that is larger and asked for."""
+
+    draft_DxU: jax.Array
+    whole_DxV: jax.Array | None
+
+
+@struct.dataclass
+class _Sums:
+    loss: jax.Array
+    objective: dict[str, jax.Array]
+    weight: jax.Array
+    label_weight: jax.Array
+
+
 def block_loss(
     math: HeadMath,
     hidden_BxAxJxD: jax.Array,
@@ -98,158 +96,166 @@ def block_loss(
     label_BxAxJ: jax.Array,
     counts_BxAxJ: jax.Array,
     weight_BxAxJ: jax.Array,
+    whole_head_DxV: jax.Array | None = None,
 ) -> LossSums:
     """Sums of the loss over all slots, differentiable in `hidden_BxAxJxD` only (the head is frozen).
 
     Args:
       hidden_BxAxJxD: the drafter's normed states of slots 1 .. K-1.
       teacher_BxAxJxD: the target's normed states that predict the same tokens, i.e. of position
-        anchor + o - 1 for slot o; None where soft_weight is 0.
+        anchor + o - 1 for slot o; None where no objective asks for the target.
       head_DxU: the target's head over the draft vocabulary.
       label_BxAxJ: draft ids; -1 for a token outside the draft vocabulary: such a slot has no hard loss and
-        counts as wrong, its soft loss stays.
+        counts as wrong, its loss against the target's law stays.
       counts_BxAxJ: which slots are supervised.
-      weight_BxAxJ: their weights; ignored where counts is False.
+      weight_BxAxJ: their weights by position, positive (`position_weights`); ignored where counts is False.
+      whole_head_DxV: the target's head over its whole vocabulary, where that is larger than the draft vocabulary and
+        an objective asks what lies outside; None where the two are the same.
     """
-    if math.config.soft_weight and teacher_BxAxJxD is None:
-        raise ConfigError("loss.soft_weight needs the target's hidden states, but the batch has none")
-    if not math.config.soft_weight:
+    if not math.config.needs_target:
         teacher_BxAxJxD = None
+    elif teacher_BxAxJxD is None:
+        names = ", ".join(name for name, _ in math.config.objective if name != HARD)
+        raise ConfigError(
+            f"loss.objective has {names}, which needs the target's hidden states, but the batch has none; keep "
+            "hidden_BxSxD in the features, or set loss.objective to 'hard'"
+        )
+    if not math.config.needs_whole_law:
+        whole_head_DxV = None
     weight_BxAxJ = jnp.where(counts_BxAxJ, weight_BxAxJ, 0.0).astype(jnp.float32)
-    sums, correct_BxAxJ, agree_BxAxJ = _summed(
-        math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ
-    )
-    loss, hard, soft = sums
-    count_J = counts_BxAxJ.sum((0, 1))
+    slots = _Slots(hidden_BxAxJxD, teacher_BxAxJxD, label_BxAxJ, weight_BxAxJ)
+    sums, correct_BxAxJ, agree_BxAxJ = _summed(math, slots, _Heads(head_DxU, whole_head_DxV))
     # Leading correct slots: a slot that is not supervised (the answer is over) ends the chain.
     right_BxAxJ = correct_BxAxJ & counts_BxAxJ
     leading_BxAxJ = jnp.cumprod(right_BxAxJ.astype(jnp.int32), axis=-1)
+    blocks = counts_BxAxJ.any(-1).sum()
     return LossSums(
-        loss=loss,
-        hard=hard,
-        soft=soft,
-        hard_denominator=jnp.sum(jnp.where(label_BxAxJ >= 0, weight_BxAxJ, 0.0)),
-        denominator=jnp.sum(weight_BxAxJ),
-        count_J=count_J,
+        loss=sums.loss,
+        denominator=blocks.astype(jnp.float32) if math.config.is_dynamic else sums.weight,
+        objective=sums.objective,
+        weight=sums.weight,
+        label_weight=sums.label_weight,
+        count_J=counts_BxAxJ.sum((0, 1)),
         correct_J=right_BxAxJ.sum((0, 1)),
         agree_J=(agree_BxAxJ & counts_BxAxJ).sum((0, 1)),
         chain=leading_BxAxJ.sum(),
-        blocks=counts_BxAxJ.any(-1).sum(),
+        blocks=blocks,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ):
-    sums, correct, agree, _ = _chunks(
-        math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ, with_grad=False
-    )
-    return sums, correct, agree
+def _summed(math, slots, heads):
+    return _chunks(math, slots, heads, with_grad=False)[:3]
 
 
-def _summed_fwd(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ):
-    sums, correct, agree, grad_BxAxJxD = _chunks(
-        math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ, with_grad=True
-    )
-    return (sums, correct, agree), grad_BxAxJxD
+def _summed_fwd(math, slots, heads):
+    *results, grad_BxAxJxD = _chunks(math, slots, heads, with_grad=True)
+    return tuple(results), grad_BxAxJxD
 
 
 def _summed_bwd(math, grad_BxAxJxD, cotangents):
     del math
-    (loss_cotangent, _, _), _, _ = cotangents  # of hard and soft alone there is no gradient: they are reports
-    return (grad_BxAxJxD * loss_cotangent.astype(grad_BxAxJxD.dtype), None, None, None, None)
+    sums, _, _ = cotangents  # of anything but the loss there is no gradient: the rest are reports
+    return _Slots(grad_BxAxJxD * sums.loss.astype(grad_BxAxJxD.dtype), None, None, None), None
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _chunks(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ, *, with_grad):
-    """Walks over chunks of anchors; the batch axis stays whole, so a sharded batch stays where it is."""
-    b, a, j = label_BxAxJ.shape
+def _chunks(math, slots, heads, *, with_grad):
+    """Walks over chunks of blocks; the batch axis stays whole, so a sharded batch stays where it is.
+
+    Returns:
+      (sums, correct_BxAxJ, agree_BxAxJ, d loss / d hidden or None).
+    """
+    b, a, j = slots.label_BxAxJ.shape
     chunk = min(a, max(1, math.config.chunk_slots // (b * j)))
     num_chunks = -(-a // chunk)
 
-    def split(x, fill=0):
-        pad = [(0, 0), (0, num_chunks * chunk - a)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, pad, constant_values=fill)
-        return x.reshape(b, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
+    def split(x):
+        pad = [(0, 0), (0, num_chunks * chunk - a)] + [(0, 0)] * (x.ndim - 2)  # of weight 0
+        return jnp.pad(x, pad).reshape(b, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    xs = (
-        split(hidden_BxAxJxD),
-        None if teacher_BxAxJxD is None else split(teacher_BxAxJxD),
-        split(label_BxAxJ, -1),
-        split(weight_BxAxJ),
-    )
+    def run(part):
+        return _one_chunk(math, part, heads, with_grad=with_grad)
 
-    def run(x):
-        return _one_chunk(math, *x[:2], head_DxU, *x[2:], with_grad=with_grad)
+    def skip(part):
+        return _zeros(jax.eval_shape(run, part))
 
-    def skip(x):
-        shape = x[2].shape
-        grad = jnp.zeros_like(x[0]) if with_grad else None
-        return (jnp.zeros(()),) * 3, jnp.zeros(shape, bool), jnp.zeros(shape, bool), grad
-
-    def body(sums, x):
+    def body(sums, part):
         # Padding blocks lie at the end of their rows: chunks of nothing else are not computed.
-        part, correct, agree, grad = jax.lax.cond(jnp.any(x[3] > 0), run, skip, x)
-        return tuple(s + p for s, p in zip(sums, part, strict=True)), (correct, agree, grad)
+        added, *rest = jax.lax.cond(jnp.any(part.weight_BxAxJ > 0), run, skip, part)
+        return jax.tree.map(jnp.add, sums, added), rest
 
-    sums, (correct, agree, grad) = jax.lax.scan(body, (jnp.zeros(()),) * 3, xs)
+    parts = jax.tree.map(split, slots)
+    first = _zeros(jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0])
+    sums, rest = jax.lax.scan(body, first, parts)
 
     def join(x):
         return x.swapaxes(0, 1).reshape(b, num_chunks * chunk, *x.shape[3:])[:, :a]
 
-    return sums, join(correct), join(agree), join(grad) if with_grad else None
+    return sums, *jax.tree.map(join, rest)
 
 
-def _one_chunk(math, hidden_BxAxJxD, teacher_BxAxJxD, head_DxU, label_BxAxJ, weight_BxAxJ, *, with_grad):
-    """((loss, hard, soft) sums, correct, agree, d loss / d hidden or None) of one chunk."""
-    config = math.config
-    raw = _logits(hidden_BxAxJxD, head_DxU.astype(hidden_BxAxJxD.dtype)) * math.output_multiplier
-    z_BxAxJxU = softcap(raw, math.softcap)
+def _zeros(shapes):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _one_chunk(math, slots, heads, *, with_grad):
+    """(sums, correct, agree, d loss / d hidden or None) of one chunk."""
+    hidden_BxAxJxD, label_BxAxJ, config = slots.hidden_BxAxJxD, slots.label_BxAxJ, math.config
+    head_DxU = heads.draft_DxU.astype(hidden_BxAxJxD.dtype)
+    z_BxAxJxU = softcap(_logits(hidden_BxAxJxD, head_DxU) * math.output_multiplier, math.softcap)
     peak_BxAxJ = z_BxAxJxU.max(-1)
-    lse_BxAxJ = peak_BxAxJ + jnp.log(jnp.sum(jnp.exp(z_BxAxJxU - peak_BxAxJ[..., None]), -1))
-    id_U = jnp.arange(head_DxU.shape[1], dtype=label_BxAxJ.dtype)
-    is_label_BxAxJxU = label_BxAxJ[..., None] == id_U[None, None, None]
-    label_z_BxAxJ = jnp.sum(jnp.where(is_label_BxAxJxU, z_BxAxJxU, 0.0), -1)
-    known_BxAxJ = label_BxAxJ >= 0
-    hard_weight_BxAxJ = jnp.where(known_BxAxJ, weight_BxAxJ, 0.0)
-    hard = jnp.sum(hard_weight_BxAxJ * (lse_BxAxJ - label_z_BxAxJ))
+    lse_BxAxJ = _log_sum_exp(z_BxAxJxU, peak_BxAxJ)
+    laws, known_BxAxJ = Laws(z_BxAxJxU, lse_BxAxJ, label_BxAxJ), label_BxAxJ >= 0
     # A comparison with the maximum is ten times cheaper than an argmax on CPU.
-    correct_BxAxJ = known_BxAxJ & (label_z_BxAxJ >= peak_BxAxJ)
+    correct_BxAxJ = known_BxAxJ & (laws.label_logit_x >= peak_BxAxJ)
 
-    soft, agree_BxAxJ, p_BxAxJxU = jnp.zeros(()), jnp.zeros_like(correct_BxAxJ), None
-    if config.soft_weight:
-        dtype = jnp.dtype(config.teacher_dtype)
-        t_BxAxJxU = _logits(teacher_BxAxJxD.astype(dtype), head_DxU.astype(dtype))
-        t_BxAxJxU = softcap(t_BxAxJxU, math.teacher_softcap)
+    agree_BxAxJ = jnp.zeros_like(correct_BxAxJ)
+    if config.needs_target:
+        t_BxAxJxU = _teacher_logits(math, slots.teacher_BxAxJxD, heads.draft_DxU)
         t_peak_BxAxJ = t_BxAxJxU.max(-1)
-        t_lse_BxAxJ = t_peak_BxAxJ + jnp.log(jnp.sum(jnp.exp(t_BxAxJxU - t_peak_BxAxJ[..., None]), -1))
-        p_BxAxJxU = jnp.exp(t_BxAxJxU - t_lse_BxAxJ[..., None])
-        kl_BxAxJ = jnp.sum(p_BxAxJxU * (t_BxAxJxU - z_BxAxJxU), -1) - t_lse_BxAxJ + lse_BxAxJ
-        soft = jnp.sum(weight_BxAxJ * kl_BxAxJ)
+        t_lse_BxAxJ = whole_lse_BxAxJ = _log_sum_exp(t_BxAxJxU, t_peak_BxAxJ)
+        if heads.whole_DxV is not None:
+            t_BxAxJxV = _teacher_logits(math, slots.teacher_BxAxJxD, heads.whole_DxV)
+            whole_lse_BxAxJ = _log_sum_exp(t_BxAxJxV, t_BxAxJxV.max(-1))
+        laws = dataclasses.replace(
+            laws, teacher_xU=t_BxAxJxU, teacher_lse_x=t_lse_BxAxJ, teacher_whole_lse_x=whole_lse_BxAxJ
+        )
         both = (z_BxAxJxU >= peak_BxAxJ[..., None]) & (t_BxAxJxU >= t_peak_BxAxJ[..., None])
         agree_BxAxJ = jnp.any(both, -1)
 
-    loss = config.hard_weight * hard + config.soft_weight * soft
+    probability_BxAxJ = jnp.where(known_BxAxJ, jnp.exp(laws.label_logit_x - lse_BxAxJ), 0.0)
+    weight_BxAxJ = slots.weight_BxAxJ * dynamic_weights(config, probability_BxAxJ, slots.weight_BxAxJ > 0)
+    loss, dz_BxAxJxU, objective = jnp.zeros(()), 0.0, {HARD: jnp.sum(weight_BxAxJ * OBJECTIVES[HARD](laws)[0])}
+    for name, coefficient in config.objective:
+        value_BxAxJ, by_logit_BxAxJxU = OBJECTIVES[name](laws)
+        objective[name] = jnp.sum(weight_BxAxJ * value_BxAxJ)
+        loss += coefficient * objective[name]
+        dz_BxAxJxU += coefficient * by_logit_BxAxJxU
+    sums = _Sums(loss, objective, weight_BxAxJ.sum(), jnp.sum(jnp.where(known_BxAxJ, weight_BxAxJ, 0.0)))
     if not with_grad:
-        return (loss, hard, soft), correct_BxAxJ, agree_BxAxJ, None
+        return sums, correct_BxAxJ, agree_BxAxJ, None
 
-    hard_scale_BxAxJ1 = (config.hard_weight * hard_weight_BxAxJ)[..., None]
-    soft_scale_BxAxJ1 = (config.soft_weight * weight_BxAxJ)[..., None]
-    q_BxAxJxU = jnp.exp(z_BxAxJxU - lse_BxAxJ[..., None])
-    dz_BxAxJxU = q_BxAxJxU * (hard_scale_BxAxJ1 + soft_scale_BxAxJ1)
-    if config.hard_weight:
-        dz_BxAxJxU -= jnp.where(is_label_BxAxJxU, hard_scale_BxAxJ1, 0.0)
-    if config.soft_weight:
-        dz_BxAxJxU -= p_BxAxJxU * soft_scale_BxAxJ1
+    dz_BxAxJxU *= weight_BxAxJ[..., None]
     if math.softcap is not None:
         dz_BxAxJxU *= 1.0 - jnp.square(z_BxAxJxU / math.softcap)
     dz_BxAxJxU *= math.output_multiplier
     grad_BxAxJxD = jax.lax.dot_general(
-        dz_BxAxJxU.astype(hidden_BxAxJxD.dtype), head_DxU.astype(hidden_BxAxJxD.dtype),
+        dz_BxAxJxU.astype(hidden_BxAxJxD.dtype), head_DxU,
         (((3,), (1,)), ((), ())), precision=_precision(hidden_BxAxJxD.dtype), preferred_element_type=jnp.float32,
     )  # fmt: skip
-    return (loss, hard, soft), correct_BxAxJ, agree_BxAxJ, grad_BxAxJxD.astype(hidden_BxAxJxD.dtype)
+    return sums, correct_BxAxJ, agree_BxAxJ, grad_BxAxJxD.astype(hidden_BxAxJxD.dtype)
+
+
+def _teacher_logits(math, teacher_BxAxJxD, head_DxU):
+    dtype = jnp.dtype(math.config.teacher_dtype)
+    return softcap(_logits(teacher_BxAxJxD.astype(dtype), head_DxU.astype(dtype)), math.teacher_softcap)
+
+
+def _log_sum_exp(z_BxAxJxU, peak_BxAxJ):
+    return peak_BxAxJ + jnp.log(jnp.sum(jnp.exp(z_BxAxJxU - peak_BxAxJ[..., None]), -1))
 
 
 def _logits(hidden_BxAxJxD, head_DxU):

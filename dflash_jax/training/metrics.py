@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import ConfigError
+from dflash_jax.training.objectives import HARD
 
 
 def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means over several steps, from the sums of numerators and of denominators (host arrays).
 
     Returns:
-      loss, hard (-log q(label)), soft (KL to the target): weighted means over supervised slots.
+      loss: what is minimised, by its own denominator. hard (-log q(label)) and every objective of the run, by name:
+        means over supervised slots, weighted as in the loss.
       accuracy, accuracy_1 .. accuracy_J: share of supervised slots, all and by position in the block, whose
         label has the highest draft logit; agreement likewise for the target's own first choice.
       chain_tau: 1 + mean number of leading correct slots a block: what the acceptance length would be if
@@ -29,16 +31,19 @@ def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     total = {
         name: np.sum([np.asarray(getattr(s["sums"], name), np.float64) for s in steps], axis=0)
         for name in (
-            "loss", "hard", "soft", "hard_denominator", "denominator",
-            "count_J", "correct_J", "agree_J", "chain", "blocks",
+            "loss", "denominator", "weight", "label_weight", "count_J", "correct_J", "agree_J", "chain", "blocks",
         )
     }  # fmt: skip
     count_J = np.maximum(total["count_J"], 1)
-    weight = max(total["denominator"], 1e-30)
-    result = {
-        "loss": total["loss"] / weight,
-        "hard": total["hard"] / max(total["hard_denominator"], 1e-30),
-        "soft": total["soft"] / weight,
+
+    def mean(numerator, denominator):
+        return numerator / max(total[denominator], 1e-30)
+
+    result = {"loss": mean(total["loss"], "denominator")}
+    for name in steps[0]["sums"].objective:
+        value = np.sum([np.asarray(s["sums"].objective[name], np.float64) for s in steps])
+        result[name] = mean(value, "label_weight" if name == HARD else "weight")
+    result |= {
         "accuracy": total["correct_J"].sum() / count_J.sum(),
         "agreement": total["agree_J"].sum() / count_J.sum(),
         "chain_tau": 1.0 + total["chain"] / max(total["blocks"], 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,12 +13,13 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from dflash_jax import sharding
-from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.models.whole_rows import forward_rows
-from dflash_jax.training.anchors import decay_weights, gather_rows, sample_anchors, slot_labels
+from dflash_jax.training.anchors import gather_rows, sample_anchors, slot_labels
 from dflash_jax.training.block_forward import block_forward
-from dflash_jax.training.losses import HeadMath, LossConfig, LossSums, block_loss
+from dflash_jax.training.losses import HeadMath, LossSums, block_loss
+from dflash_jax.training.objectives import LossConfig, position_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,15 @@ class StepConfig:
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"compute_dtype is {self.compute_dtype!r}, must be 'float32' or 'bfloat16'")
 
+    @classmethod
+    def of(cls, step: Mapping[str, Any], loss: Mapping[str, Any], block_size: int) -> StepConfig:
+        """The `step` and `loss` sections of a config, for a drafter's block size.
+
+        Raises:
+          ConfigError: a field is unknown, missing or wrong.
+        """
+        return from_config_dict(cls, {**step, "loss": LossConfig.of(loss), "block_size": block_size})
+
 
 @struct.dataclass
 class TrainState:
@@ -109,11 +119,14 @@ class Frozen:
       shared: the target's table and its head over the draft vocabulary.
       target_to_draft_V: draft id of each target id, -1 outside the draft vocabulary; None for all.
       target: the target's parameters, for batches without features; else None.
+      whole_head_DxV: the target's head over its whole vocabulary, where the draft vocabulary is a part of it and the
+        loss asks what lies outside (`LossConfig.needs_whole_law`); else None.
     """
 
     shared: SharedWeights
     target_to_draft_V: jax.Array | None = None
     target: nnx.State | None = None
+    whole_head_DxV: jax.Array | None = None
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -259,6 +272,11 @@ def make_loss(
         )
         label_BxAxJ, counts_BxAxJ = slot_labels(token_BxS, mask_BxS, length_B, anchor_BxA, keep_BxA, k, document_BxS)
         if frozen.target_to_draft_V is not None:
+            if config.loss.needs_whole_law and frozen.whole_head_DxV is None:
+                raise ConfigError(
+                    f"loss.objective {dict(config.loss.objective)} compares with the target's whole law, but the draft "
+                    "vocabulary is a part of it and the step has no head over the whole: pass Frozen.whole_head_DxV"
+                )
             label_BxAxJ = frozen.target_to_draft_V[label_BxAxJ]
         taps_BxSxTD, hidden_BxSxD = features(frozen, batch)
 
@@ -266,7 +284,7 @@ def make_loss(
         s = token_BxS.shape[1]
         offset_J = jnp.arange(k - 1, dtype=jnp.int32)
         teacher_BxAxJxD = None
-        if config.loss.soft_weight:
+        if config.loss.needs_target:
             index_BxAxJ = jnp.minimum(anchor_BxA[..., None] + offset_J[None, None], s - 1)
             teacher_BxAxJxD = gather_rows(hidden_BxSxD, index_BxAxJ)
 
@@ -276,10 +294,10 @@ def make_loss(
         hidden_BxAxKxD = block_forward(
             drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k, position_BxS, document_BxS
         )
-        weight_BxAxJ = jnp.broadcast_to(decay_weights(k, config.loss.gamma)[None, None], label_BxAxJ.shape)
+        weight_BxAxJ = jnp.broadcast_to(position_weights(config.loss, k)[None, None], label_BxAxJ.shape)
         return block_loss(
             math, hidden_BxAxKxD[:, :, 1:], teacher_BxAxJxD, frozen.shared.head_DxV,
-            label_BxAxJ, counts_BxAxJ, weight_BxAxJ,
+            label_BxAxJ, counts_BxAxJ, weight_BxAxJ, frozen.whole_head_DxV,
         )  # fmt: skip
 
     def features(frozen: Frozen, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
@@ -308,7 +326,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """train_step(state, frozen, batch) -> state, metrics; jitted, the state is donated.
 
-    The gradient is that of sum(loss) / sum(weight) over the whole batch: neither shards nor accumulated
+    The gradient is that of loss / denominator (`LossSums`) over the whole batch: neither shards nor accumulated
     parts are averaged on their own. A batch without a supervised slot, and one whose loss or gradient is
     not finite, changes neither parameters nor optimiser; the step counter goes on all the same.
 

@@ -20,7 +20,7 @@ from dflash_jax.checkpoints.load_drafter import shared_weights
 from dflash_jax.models.target import place, random_target
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, flatten
-from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,
@@ -46,7 +46,7 @@ def train(state: TrainState, mesh: jax.sharding.Mesh | None, seeds: range) -> tu
     """One step a seed, each on a batch of its own: the new state and the mean loss of each step."""
     config = toy.drafter_config()
     graphdef, _ = toy.drafter(config)
-    loss = make_loss(StepConfig(4, config.block_size, LossConfig(0.3, 0.7)), graphdef, config, toy.target_config())
+    loss = make_loss(StepConfig(4, config.block_size, LossConfig()), graphdef, config, toy.target_config())
     step = make_train_step(
         StepConfig(4, config.block_size), loss, make_optimizer(OPTIMIZER), OPTIMIZER, mesh=mesh
     )  # fmt: skip

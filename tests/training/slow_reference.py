@@ -1,4 +1,4 @@
-"""The training loss written the slow and obvious way: one anchor and one slot at a time, whole logits."""
+"""The training loss written the slow and obvious way: one anchor and one slot at a time, whole logits, python loops."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,15 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax.models.layers import rope_table
+from dflash_jax.training.objectives import LossConfig
 
 
 def one_block(drafter, shared, token_S, taps_SxTD, anchor: int, block_size: int):
     """Normed states [K, D] of one block: softmax over an explicit list of visible keys for each slot."""
     config = drafter.config
     feature = drafter.fuse(taps_SxTD[None, :anchor])  # nothing at or behind the anchor exists
-    token_K = jnp.asarray([int(token_S[anchor])] + [config.mask_token_id] * (block_size - 1))
+    masks = jnp.full(block_size - 1, config.mask_token_id)
+    token_K = jnp.concatenate([jnp.asarray(token_S)[anchor : anchor + 1], masks])
     x = drafter.embed(shared, token_K[None])
 
     def rope(positions):
@@ -47,33 +49,123 @@ def one_block(drafter, shared, token_S, taps_SxTD, anchor: int, block_size: int)
     return drafter.norm(x)[0]
 
 
-def loss(
-    graphdef, params, shared, batch, anchors, block_size, *, hard_weight, soft_weight, gamma, target_to_draft=None,
+def slot_objective(name: str, logit_U, teacher_V, id_U, label):
+    """One objective at one slot, by its definition: laws as vectors over the target's whole vocabulary.
+
+    Args:
+      teacher_V: the target's logits over its vocabulary. id_U: target id of each draft id. label: draft id, or -1.
+    """
+    log_q_U = jax.nn.log_softmax(logit_U)
+    if name == "hard":
+        return jnp.where(label >= 0, -log_q_U[jnp.maximum(label, 0)], 0.0)
+    p_V = jax.nn.softmax(teacher_V)
+    inside_U = p_V[id_U] / p_V[id_U].sum()
+    q_U = jnp.exp(log_q_U)
+    q_V = jnp.zeros_like(p_V).at[id_U].set(q_U)
+    match name:
+        case "forward_kl":
+            return jnp.sum(inside_U * (jnp.log(inside_U) - log_q_U))
+        case "reverse_kl":
+            return jnp.sum(q_U * (log_q_U - jnp.log(inside_U)))
+        case "total_variation":
+            return jnp.abs(p_V - q_V).sum() / 2
+        case "acceptance":
+            return -jnp.log(jnp.minimum(p_V, q_V).sum())
+
+
+def slot_weights(config: LossConfig, probability, counts) -> list:
+    """Weights of a block's slots. probability: of each label, by the drafter. counts: which slots are supervised."""
+    slots, smoothed = range(len(counts)), [(1 - config.dpace_alpha) * q + config.dpace_alpha for q in probability]
+
+    def accepted(first, last):
+        """The chance that all supervised slots from first to last are right."""
+        product = 1.0
+        for i in range(first, last + 1):
+            product = product * (smoothed[i] if counts[i] else 1.0)
+        return product
+
+    def weight(j):
+        match config.weighting:
+            case "uniform":
+                return 1.0
+            case "decay":  # gamma given
+                return float(np.exp(-j / config.gamma))
+            case "dpace":
+                return sum(accepted(0, m) for m in slots if m >= j and counts[m])
+            case "dpace_confidence":
+                return accepted(0, j)
+            case "dpace_continuation":
+                return sum(accepted(j + 1, m) for m in slots if m >= j and counts[m])
+
+    return [weight(j) if counts[j] else 0.0 for j in slots]
+
+
+def block_terms(
+    graphdef, params, shared, head_DxV, row, anchor: int, counts: tuple[bool, ...], config: LossConfig,
     teacher_softcap=None,
 ):  # fmt: skip
-    """(sum of weighted losses, sum of weights) over `anchors`: {row: [anchor, ...]}."""
+    """(weighted loss, denominator) of one block.
+
+    Args:
+      shared: what the drafter reads; head_DxV: the target's head over its whole vocabulary.
+      row: {name: array} of one row: tokens_S, label_S (draft ids), taps_SxTD, hidden_SxD.
+      counts: for each of the slots 1 .. K-1, whether it is supervised.
+    """
     drafter = nnx.merge(graphdef, params)
-    total, weights = 0.0, 0.0
+    hidden_KxD = one_block(drafter, shared, row["tokens_S"], row["taps_SxTD"], anchor, len(counts) + 1)
+    logits_KxU = drafter.logits(shared, hidden_KxD[None])[0]
+    id_U = jnp.arange(head_DxV.shape[1]) if shared.draft_to_target_V is None else shared.draft_to_target_V
+    probability, values = [], []
+    for o, supervised in enumerate(counts, 1):
+        if not supervised:
+            probability.append(1.0)
+            values.append(0.0)
+            continue
+        teacher_V = row["hidden_SxD"][anchor + o - 1] @ head_DxV
+        if teacher_softcap is not None:
+            teacher_V = teacher_softcap * jnp.tanh(teacher_V / teacher_softcap)
+        label = row["label_S"][anchor + o]
+        value = sum(c * slot_objective(name, logits_KxU[o], teacher_V, id_U, label) for name, c in config.objective)
+        q = jnp.where(label >= 0, jax.nn.softmax(logits_KxU[o])[jnp.maximum(label, 0)], 0.0)
+        probability.append(jax.lax.stop_gradient(q))
+        values.append(value)
+    weights = slot_weights(config, probability, counts)
+    by_block = config.weighting.startswith("dpace")
+    return sum(w * v for w, v in zip(weights, values, strict=True)), 1.0 if by_block else sum(weights)
+
+
+def blocks(batch, anchors, block_size):
+    """(row number, anchor, counts) of every block with something to learn. anchors: {row: [anchor, ...]}."""
     for row, chosen in anchors.items():
-        token_S, mask_S = np.asarray(batch["tokens_BxS"][row]), np.asarray(batch["loss_mask_BxS"][row])
-        length = int(batch["length_B"][row])
+        mask_S, length = np.asarray(batch["loss_mask_BxS"][row]), int(batch["length_B"][row])
         for anchor in chosen:
-            hidden_KxD = one_block(drafter, shared, token_S, batch["taps_BxSxTD"][row], anchor, block_size)
-            logits = drafter.logits(shared, hidden_KxD[None])[0]
-            for o in range(1, block_size):
-                position = anchor + o
-                if position >= length or not mask_S[position]:
-                    continue
-                weight = 1.0 if gamma is None else float(np.exp(-(o - 1) / gamma))
-                log_q = jax.nn.log_softmax(logits[o])
-                teacher = jnp.dot(batch["hidden_BxSxD"][row, position - 1], shared.head_DxV)
-                if teacher_softcap is not None:
-                    teacher = teacher_softcap * jnp.tanh(teacher / teacher_softcap)
-                log_p = jax.nn.log_softmax(teacher)
-                kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q))
-                label = int(token_S[position])
-                label = label if target_to_draft is None else int(target_to_draft[label])
-                hard = -log_q[label] if label >= 0 else 0.0
-                total += weight * (hard_weight * hard + soft_weight * kl)
-                weights += weight
-    return total, weights
+            slots = range(anchor + 1, anchor + block_size)
+            yield row, anchor, tuple(bool(p < length and mask_S[p]) for p in slots)
+
+
+def row_of(batch, row, target_to_draft=None):
+    """A row as `block_terms` takes it."""
+    token_S = jnp.asarray(batch["tokens_BxS"][row])
+    return {
+        "tokens_S": token_S, "label_S": token_S if target_to_draft is None else jnp.asarray(target_to_draft)[token_S],
+        "taps_SxTD": jnp.asarray(batch["taps_BxSxTD"][row]), "hidden_SxD": jnp.asarray(batch["hidden_BxSxD"][row]),
+    }  # fmt: skip
+
+
+def loss_and_gradient(
+    graphdef, params, shared, head_DxV, batch, anchors, block_size, config, target_to_draft=None, teacher_softcap=None
+):
+    """(sum of weighted losses, denominator, gradient of the sum), block after block."""
+
+    def terms(params, row, anchor, counts):
+        return block_terms(graphdef, params, shared, head_DxV, row, anchor, counts, config, teacher_softcap)
+
+    # Compiled once for blocks of the same anchor and length, of whatever row; and not optimised: that takes longest.
+    plain = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    one = jax.jit(jax.value_and_grad(terms, has_aux=True), static_argnums=(2, 3), compiler_options=plain)
+    total, denominator, gradient = 0.0, 0.0, jax.tree.map(jnp.zeros_like, params)
+    for row, anchor, counts in blocks(batch, anchors, block_size):
+        (value, weight), part = one(params, row_of(batch, row, target_to_draft), anchor, counts)
+        total, denominator = total + float(value), denominator + float(weight)
+        gradient = jax.tree.map(jnp.add, gradient, part)
+    return total, denominator, gradient

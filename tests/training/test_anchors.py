@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dflash_jax.training.anchors import decay_weights, sample_anchors, slot_labels, valid_anchors
+from dflash_jax.training.anchors import sample_anchors, slot_labels, valid_anchors
 
 KEY = jax.random.key(11)
 sample = jax.jit(sample_anchors, static_argnums=5)
@@ -106,8 +105,3 @@ def test_b70_a_row_without_a_valid_anchor_is_all_padding():
     assert not keep.any() and (anchor == 0).all()
     _, counts = slot_labels(jnp.zeros((2, 12), jnp.int32), mask, length, anchor, keep, 4)
     assert not counts.any()
-
-
-@pytest.mark.parametrize(("gamma", "expected"), [(4.0, np.exp(-np.arange(5) / 4)), (None, np.ones(5))])
-def test_decay_weights(gamma, expected):
-    np.testing.assert_allclose(decay_weights(6, gamma), expected, rtol=1e-6)

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.config import FULL
+from dflash_jax.config import FULL, ConfigError
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.training.anchors import sample_anchors
 from dflash_jax.training.block_forward import block_forward
-from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.step import Frozen, StepConfig, make_loss
 from tests.training import slow_reference, toy
 
 KEY = jax.random.key(5)
+MIXTURE = {"hard": 0.3, "forward_kl": 0.7}
 CONFIG = toy.drafter_config()
 GRAPHDEF, PARAMS = toy.drafter(CONFIG)
 TARGET_CONFIG = toy.target_config()
@@ -32,7 +33,7 @@ def frozen(pruned: bool) -> Frozen:
     inverse = np.full(toy.VOCAB, -1, np.int32)
     inverse[DRAFT_IDS] = np.arange(len(DRAFT_IDS))
     shared = SharedWeights(jnp.asarray(table), jnp.asarray(head[:, DRAFT_IDS]), jnp.asarray(DRAFT_IDS))
-    return Frozen(shared, jnp.asarray(inverse))
+    return Frozen(shared, jnp.asarray(inverse), whole_head_DxV=jnp.asarray(head))
 
 
 @functools.cache
@@ -63,30 +64,33 @@ def assert_trees_close(ours, theirs, tolerance):
 @pytest.mark.parametrize(
     ("pruned", "loss_config", "softcap"),
     [
-        (True, LossConfig(0.3, 0.7, gamma=2.0, chunk_slots=30), 4.0),
-        (False, LossConfig(1.0, 0.0, gamma=None, chunk_slots=1), None),
+        (True, LossConfig(MIXTURE, gamma=2.0, chunk_slots=30), 4.0),
+        (False, LossConfig("hard", "uniform", chunk_slots=1), None),
+        (True, LossConfig({"acceptance": 1.0, "reverse_kl": 0.5}, "dpace", dpace_alpha=0.3, chunk_slots=6), 4.0),
+        (True, LossConfig({"total_variation": 2.0, "hard": 0.5}, "dpace_confidence", chunk_slots=1), None),
+        (False, LossConfig({"acceptance": 1.0, "forward_kl": 1.0}, "dpace_continuation", dpace_alpha=0.0), None),
     ],
-    ids=["pruned-soft-and-hard", "whole-hard"],
+    ids=["pruned-mixture-decay", "hard-uniform", "pruned-acceptance-dpace", "pruned-tv-confidence", "continuation"],
 )
 def test_loss_and_gradient_equal_the_slow_reference(pruned, loss_config, softcap):
     batch = toy.batch(rows=2)
     held = frozen(pruned)
-    (value, sums), grads = loss_and_grad(loss_config, 3, softcap)(PARAMS, held, toy.feed(batch))
-    anchors = chosen_anchors(batch, 3)
-    assert [len(a) for a in anchors.values()] == [3, 3]
-    ids = held.target_to_draft_V if held.target_to_draft_V is None else np.asarray(held.target_to_draft_V)
-
-    def slow(params):
-        return slow_reference.loss(
-            GRAPHDEF, params, held.shared, batch, anchors, CONFIG.block_size,
-            hard_weight=loss_config.hard_weight, soft_weight=loss_config.soft_weight, gamma=loss_config.gamma,
-            target_to_draft=ids, teacher_softcap=softcap,
-        )  # fmt: skip
-
-    (expected, weights), expected_grads = jax.jit(jax.value_and_grad(slow, has_aux=True))(PARAMS)
+    (value, sums), grads = loss_and_grad(loss_config, 2, softcap)(PARAMS, held, toy.feed(batch))
+    anchors = chosen_anchors(batch, 2)
+    assert [len(a) for a in anchors.values()] == [2, 2]
+    expected, denominator, expected_grads = slow_reference.loss_and_gradient(
+        GRAPHDEF, PARAMS, held.shared, frozen(False).shared.head_DxV, batch, anchors, CONFIG.block_size, loss_config,
+        held.target_to_draft_V, softcap,
+    )  # fmt: skip
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(sums.denominator, weights, rtol=1e-6)
+    np.testing.assert_allclose(sums.denominator, denominator, rtol=1e-6)
     assert_trees_close(grads, expected_grads, 1e-5)
+
+
+def test_a_loss_that_needs_the_whole_head_of_a_pruned_vocabulary_says_so():
+    held = frozen(True).replace(whole_head_DxV=None)
+    with pytest.raises(ConfigError, match=r"'acceptance': 1.0.*pass Frozen.whole_head_DxV"):
+        loss_and_grad(LossConfig("acceptance"))(PARAMS, held, toy.feed(toy.batch(rows=2)))
 
 
 def one_block_loss(taps_SxTD, token_S, anchors, which, table_VxD=None):
@@ -125,7 +129,7 @@ def test_b66_the_loss_of_a_block_is_the_same_among_others():
 
 def test_b70_a_row_without_anchors_adds_nothing():
     batch = toy.batch(rows=2, starts=(24, 2), ends=(24, 17))
-    run = loss_and_grad(LossConfig(0.3, 0.7, chunk_slots=8))
+    run = loss_and_grad(LossConfig(MIXTURE, chunk_slots=8))
     (value, sums), grads = run(PARAMS, frozen(True), toy.feed(batch))
     (alone, alone_sums), alone_grads = run(PARAMS, frozen(True), toy.feed({k: x[1:] for k, x in batch.items()}))
     assert np.isfinite(value)
@@ -136,7 +140,7 @@ def test_b70_a_row_without_anchors_adds_nothing():
 
 def test_b70_an_empty_batch_has_no_loss_and_no_gradient():
     batch = toy.batch(rows=2, starts=(24, 24), ends=(24, 24))
-    (value, sums), grads = loss_and_grad(LossConfig(0.3, 0.7, chunk_slots=8))(PARAMS, frozen(True), toy.feed(batch))
+    (value, sums), grads = loss_and_grad(LossConfig(MIXTURE, chunk_slots=8))(PARAMS, frozen(True), toy.feed(batch))
     assert value == 0 and sums.denominator == 0
     assert all((x == 0).all() for x in jax.tree.leaves(grads))
 
@@ -146,7 +150,7 @@ def test_features_computed_in_the_step_equal_cached_ones():
 
     target = toy.target()
     batch = toy.feed(toy.batch(features=False))
-    step = StepConfig(4, CONFIG.block_size, LossConfig(0.3, 0.7))
+    step = StepConfig(4, CONFIG.block_size, LossConfig(MIXTURE))
     loss = jax.jit(make_loss(step, GRAPHDEF, CONFIG, target.config, target.graphdef))
     result = forward_rows(nnx.merge(target.graphdef, target.params), batch["tokens_BxS"], CONFIG.target_layer_ids)
     cached = batch | {"taps_BxSxTD": result.taps_BxMxTD, "hidden_BxSxD": result.hidden_BxMxD}

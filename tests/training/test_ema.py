@@ -43,7 +43,7 @@ def one_slot(params, key, frozen, batch) -> LossSums:
     zero, rows = jnp.zeros(()), jnp.float32(len(batch["length_B"]))
     count_J = jnp.zeros((1,), jnp.int32)
     loss = rows * params["w"].get_value().sum()
-    return LossSums(loss, zero, zero, zero, rows, count_J, count_J, count_J, zero, rows)
+    return LossSums(loss, rows, {"hard": zero}, rows, rows, count_J, count_J, count_J, zero, rows)
 
 
 def test_b96_the_average_moves_once_an_optimiser_step():

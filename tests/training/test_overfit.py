@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.checkpoints.load_drafter import bind_drafter, shared_weights
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.decoding.generate import generate
-from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.step import (
     Frozen,
     OptimizerConfig,
@@ -48,7 +48,7 @@ def test_b65_a_sequence_learned_by_heart_is_served_at_full_acceptance(pruned):
     }
     optimizer_config = OptimizerConfig(learning_rate=1e-2, warmup_steps=20, total_steps=1000)
     optimizer = make_optimizer(optimizer_config)
-    step_config = StepConfig(ANSWER - 1, BLOCK, LossConfig(1.0, 0.0, gamma=None))
+    step_config = StepConfig(ANSWER - 1, BLOCK, LossConfig("hard", "uniform"))
     loss = make_loss(step_config, graphdef, config, target.config, target.graphdef)
     train_step = make_train_step(step_config, loss, optimizer, optimizer_config)
     state = init_state(params, optimizer, 0, None)

@@ -19,7 +19,7 @@ from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.anchors import sample_anchors, slot_labels, valid_anchors
 from dflash_jax.training.loop import train
-from dflash_jax.training.losses import LossConfig
+from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.step import Frozen, StepConfig, make_loss, put_batch
 from tests.training import toy
 
@@ -89,7 +89,9 @@ def test_b72_features_of_a_packed_document_are_those_of_the_document_alone(confi
 def loss_and_grad(num_anchors: int, mesh=None):
     """Of a step that runs the target itself."""
     target = random_target(toy.target_config(layer_types=(SLIDING,) + (FULL,) * 4, sliding_window=5), 3)
-    step = StepConfig(num_anchors, CONFIG.block_size, LossConfig(0.3, 0.7, gamma=2.0, chunk_slots=24))
+    step = StepConfig(
+        num_anchors, CONFIG.block_size, LossConfig({"hard": 0.3, "forward_kl": 0.7}, gamma=2.0, chunk_slots=24)
+    )
     loss = make_loss(step, GRAPHDEF, CONFIG, target.config, target.graphdef)
     frozen = Frozen(shared_weights(target), target=place(target.params, mesh))
     if mesh is not None:
@@ -106,7 +108,7 @@ def loss_and_grad(num_anchors: int, mesh=None):
 def assert_same(ours, theirs):
     (_, sums), grads = ours
     (_, expected), expected_grads = theirs
-    for name in ("loss", "hard", "soft", "denominator", "count_J", "correct_J", "chain", "blocks"):
+    for name in ("loss", "weight", "denominator", "count_J", "correct_J", "chain", "blocks"):
         np.testing.assert_allclose(getattr(sums, name), getattr(expected, name), rtol=1e-5, err_msg=name)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
         scale = max(float(jnp.abs(b).max()), 1e-3)

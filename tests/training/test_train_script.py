@@ -117,22 +117,23 @@ def test_b36_a_drafter_to_go_on_from_must_have_this_mask(tmp_path):
 
 
 def test_metrics_are_means_over_the_whole_window():
-    one = {"loss": 6.0, "hard": 4.0, "soft": 2.0, "hard_denominator": 1.0, "denominator": 2.0,
-           "count_J": np.asarray([4, 2]), "correct_J": np.asarray([2, 1]), "agree_J": np.asarray([1, 0]),
-           "chain": 3, "blocks": 4}  # fmt: skip
-    two = {"loss": 1.0, "hard": 0.0, "soft": 0.0, "hard_denominator": 3.0, "denominator": 5.0,
-           "count_J": np.asarray([1, 0]), "correct_J": np.asarray([1, 0]), "agree_J": np.asarray([0, 0]),
-           "chain": 1, "blocks": 1}  # fmt: skip
+    one = {"loss": 6.0, "denominator": 2.0, "objective": {"hard": 4.0, "acceptance": 2.0}, "weight": 8.0,
+           "label_weight": 1.0, "count_J": np.asarray([4, 2]), "correct_J": np.asarray([2, 1]),
+           "agree_J": np.asarray([1, 0]), "chain": 3, "blocks": 4}  # fmt: skip
+    two = {"loss": 1.0, "denominator": 5.0, "objective": {"hard": 0.0, "acceptance": 0.0}, "weight": 2.0,
+           "label_weight": 3.0, "count_J": np.asarray([1, 0]), "correct_J": np.asarray([1, 0]),
+           "agree_J": np.asarray([0, 0]), "chain": 1, "blocks": 1}  # fmt: skip
     steps = [
-        {"sums": type("Sums", (), values), "grad_norm": norm, "learning_rate": 0.1}
+        {"sums": type("Sums", (), values), "grad_norm": norm, "learning_rate": 0.1, "real_tokens": norm / 4}
         for values, norm in ((one, 1.0), (two, 3.0))
     ]
     result = summarise(steps)
     assert result["loss"] == pytest.approx(1.0) and result["hard"] == pytest.approx(1.0)
-    assert result["soft"] == pytest.approx(2 / 7)
+    assert result["acceptance"] == pytest.approx(2 / 10)
     assert result["accuracy"] == pytest.approx(4 / 7) and result["accuracy_1"] == pytest.approx(3 / 5)
     assert result["accuracy_2"] == pytest.approx(1 / 2) and result["agreement"] == pytest.approx(1 / 7)
     assert result["chain_tau"] == pytest.approx(1.8) and result["grad_norm"] == 2.0
+    assert result["real_tokens"] == pytest.approx(0.5)
 
 
 def test_metrics_written_again_after_a_resume_stand_once(tmp_path):

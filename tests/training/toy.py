@@ -115,7 +115,7 @@ def experiment(**run) -> ConfigDict:
                 "init_layers": (2, 4), "init_from": "", "trunk": "trained", "draft_vocab_size": 32,
             },
             "step": {"num_anchors": 5, "accumulation": 2, "compute_dtype": "float32"},
-            "loss": {"hard_weight": 0.3, "soft_weight": 0.7, "gamma": 4.0, "chunk_slots": 24},
+            "loss": {"objective": {"hard": 0.3, "forward_kl": 0.7}, "gamma": 4.0, "chunk_slots": 24},
             "optimizer": {
                 "learning_rate": 3e-3, "warmup_steps": 4, "total_steps": STEPS, "weight_decay": 0.01, "ema_decay": 0.8,
             },
