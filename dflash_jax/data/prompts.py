@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from dflash_jax.data import code_prompts, code_tasks, templates
+from dflash_jax.data import code_prompts, code_tasks, conversation_files, templates
 from dflash_jax.data.code_prompts import CodeFunction, stable_hash
+from dflash_jax.data.conversation_files import SourceError
 from dflash_jax.data.held_out import HeldOut
 
 Split = Literal["train", "heldout"]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 CODE_INSTRUCTION = "Complete the following Python function:\n\n```python\n{stub}\n```"
 CODE_ANSWER = "```python\n{source}\n```"
@@ -42,6 +42,11 @@ class Prompt:
     @property
     def answered(self) -> bool:
         return self.messages[-1]["role"] == "assistant"
+
+    @property
+    def question(self) -> tuple[Message, ...]:
+        """The messages without a last one of the assistant's."""
+        return self.messages[:-1] if self.answered else self.messages
 
 
 def code_message(stub: str) -> dict[str, str]:
@@ -126,49 +131,32 @@ def _templated(
         yield Prompt(f"{name}:{stable_hash(text):016x}", ({"role": "user", "content": text},), name)
 
 
-def from_jsonl(path: str, seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
-    """Prompts of a JSONL file, one object a line: {"messages": [...]} or {"prompt": "..."}, optionally "id".
+def from_files(name: str, seed: int, limit: int | None, split: Split) -> Iterator[Prompt]:
+    """Prompts of files or of a dataset, see `dflash_jax.data.conversation_files`; the order is by hash and seed.
 
-    Conversations that end with the assistant's message count as answered. The order is by hash and seed.
+    Conversations that end with the assistant's message count as answered; equal ones count once. An id is the row's
+    own, or a hash of its messages.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: a line is no such object; names the line.
+      SourceError: a row can not be read (names it), or an id stands for two conversations.
     """
-    name = pathlib.Path(path).stem
-    found = {}
-    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        messages, given = _parse_line(line, f"{path}, line {number}")
-        key = given or f"{stable_hash(json.dumps(messages, sort_keys=True)):016x}"
-        if given in found and found[given].messages != messages:
-            raise ValueError(f"{path}, line {number}: id {given!r} is used twice for different conversations")
-        found.setdefault(key, Prompt(f"{name}:{key}", messages, name))
+    source = conversation_files.namespace(name)
+    found: dict[str, Prompt] = {}
+    for row in conversation_files.conversations(name):
+        key = row.given_id or f"{stable_hash(json.dumps(row.messages, sort_keys=True)):016x}"
+        if row.given_id in found and found[row.given_id].messages != row.messages:
+            raise SourceError(f"{row.where}: id {row.given_id!r} is used twice for different conversations")
+        found.setdefault(key, Prompt(f"{source}:{key}", row.messages, source))
     chosen = sorted((p for p in found.values() if side(p.id) == split), key=lambda p: stable_hash(f"{seed}:{p.id}"))
     yield from chosen[:limit]
-
-
-def _parse_line(line: str, where: str) -> tuple[tuple[Message, ...], str | None]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict) or ("messages" in row) == ("prompt" in row):
-        raise ValueError(f'{where}: needs an object with either "messages" or "prompt"')
-    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    if not messages or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    ):
-        raise ValueError(f'{where}: every message needs the strings "role" and "content"')
-    return tuple(messages), None if row.get("id") is None else str(row["id"])
 
 
 def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train") -> list[Prompt]:
     """Prompts of one source.
 
     Args:
-      name: a name in `SOURCES`, or the path of a .jsonl file. `code` and `code_natural` may say where to look:
+      name: a name in `SOURCES`, or files or a dataset as `conversation_files` names them (`mine.jsonl`,
+        `shards/*.parquet#question`, `hf:org/name:split`). `code` and `code_natural` may say where to look:
         `code@sympy,networkx` or `code@/folder/of/packages` (see `code_prompts.harvest`).
       limit: None: all.
 
@@ -178,23 +166,43 @@ def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "tra
     if split not in ("train", "heldout"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'heldout'")
     source, at, roots = name.partition("@")
-    if source in SOURCES:
+    if conversation_files.is_file_source(name):
+        prompts = list(from_files(name, seed, limit, split))
+    elif source in SOURCES:
         if at and source not in ("code", "code_natural"):
             raise ValueError(f"prompt source {name!r}: only code and code_natural take roots behind '@'")
         options = {"roots": tuple(roots.split(","))} if at else {}
         prompts = list(SOURCES[source](seed, limit, split, **options))
-    elif name.endswith(".jsonl"):
-        prompts = list(from_jsonl(name, seed, limit, split))
     else:
-        raise ValueError(f"prompt source {name!r} is unknown; known are {', '.join(SOURCES)} and paths of .jsonl files")
+        raise ValueError(
+            f"prompt source {name!r} is unknown; known are {', '.join(SOURCES)}, paths of .jsonl and .parquet files, "
+            "and hf:NAME"
+        )
     if limit is not None and len(prompts) < limit:
         raise ValueError(f"prompt source {name!r} has {len(prompts)} prompts in split {split!r}, {limit} are asked for")
     return prompts
 
 
-def mixture(counts: Mapping[str, int], seed: int = 0, split: Split = "train") -> list[Prompt]:
-    """That many prompts of each source, shuffled together by hash and seed; one that two sources share counts once."""
-    prompts = {p.id: p for name, count in counts.items() for p in load(name, seed, count, split)}
+Counts = Mapping[str, int | None] | Sequence[tuple[str, int | None]]
+
+
+def mixture(counts: Counts, seed: int = 0, split: Split = "train") -> list[Prompt]:
+    """That many prompts of each source, shuffled together by hash and seed; one that two sources share counts once.
+
+    Args:
+      counts: {source: number} or pairs of them (the keys of a ConfigDict can not hold dots); None takes all.
+
+    Raises:
+      ValueError: see `load`; or one id stands for different conversations of two sources.
+    """
+    prompts: dict[str, Prompt] = {}
+    for name, count in counts.items() if isinstance(counts, Mapping) else counts:
+        for p in load(name, seed, count, split):
+            if prompts.setdefault(p.id, p).messages != p.messages:
+                raise ValueError(
+                    f"prompt source {name!r}: id {p.id} stands for another conversation in a source of the same name; "
+                    "rename one of the files"
+                )
     return sorted(prompts.values(), key=lambda p: stable_hash(f"{seed}:mixture:{p.id}"))
 
 

@@ -16,6 +16,7 @@ from dflash_jax.data.code_prompts import stable_hash
 from dflash_jax.data.conversations import encode_conversation, encode_prompt
 from dflash_jax.data.prompts import Prompt
 from dflash_jax.data.responses import Response, ResponseStore, fingerprint, rendering_fingerprint
+from dflash_jax.data.turns import Talk
 from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
@@ -25,11 +26,13 @@ LOG_EVERY_S = 20.0
 
 @dataclasses.dataclass
 class Report:
-    """What a call did: prompts found answered, answered now, and left out as too long; new answer tokens; seconds."""
+    """What a call did: prompts (or turns of conversations) found answered, answered now, left out as too long, and left
+    out since the answer before them was cut; new answer tokens; seconds."""
 
     found: int = 0
     answered: int = 0
     too_long: int = 0
+    cut: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
@@ -48,6 +51,7 @@ def regenerate(
     seed: int = 0,
     max_prompt_tokens: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    multi_turn: bool = False,
     drafter: Drafter | None = None,
     progress: bool = True,
 ) -> Report:
@@ -61,11 +65,16 @@ def regenerate(
       batch_size: rows decoded together.
       max_new_tokens: the longest answer; longer ones are cut (finish_reason "length").
       max_prompt_tokens: longer prompts are left out and counted; None: what the target's context leaves room for.
+      chat_template_kwargs: thinking on or off, for templates that read it (`enable_thinking`).
+      multi_turn: every assistant turn of a conversation is answered anew, one after the other, each in view of the
+        target's own earlier answers as serving would render them; a trailing answer is replaced too. A turn is a
+        response of its own (ID/turn0, ID/turn1, ...). A conversation ends where an answer was cut at max_new_tokens.
       drafter: speeds the decoding up without changing what is written.
       progress: a bar on a terminal, a log line every 20 seconds elsewhere.
 
     Raises:
-      ConfigError: a field out of range, or a prompt that is answered already.
+      ConfigError: a field out of range; a prompt that is answered already, without multi_turn; with it, a conversation
+        with tools, or with two messages of the assistant in a row.
       StoreError: see `ResponseStore`.
     """
     _check(target, batch_size, max_new_tokens)
@@ -74,42 +83,59 @@ def regenerate(
     kwargs = dict(chat_template_kwargs or {})
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     made_by = fingerprint(target, max_new_tokens=max_new_tokens, seed=seed, chat_template_kwargs=kwargs, **sampling)
+    if multi_turn:
+        made_by["multi_turn"] = True
     report = Report()
     with ResponseStore(store, made_by) as opened:
-        todo: list[tuple[Prompt, list[int]]] = []
-        for prompt in _distinct(prompts):
-            if prompt.answered:
-                raise ConfigError(
-                    f"prompt {prompt.id} ends with an answer; use store_natural for finished conversations"
-                )
-            if prompt.id in opened:
-                report.found += 1
-                continue
-            ids = encode_prompt(target.tokenizer, prompt.messages, **kwargs)
-            if len(ids) > limit:
-                report.too_long += 1
-            else:
-                todo.append((prompt, ids))
-        meter = _Meter(len(todo), report, progress)
-        for capacity, group in _by_capacity(todo, max_new_tokens, target.config.max_positions):
-            requests = [
-                Request(
-                    ids, max_new_tokens, seed=stable_hash(f"{seed}:{prompt.id}") & 0xFFFFFFFF,
-                    stop_token_ids=target.eos_token_ids, **sampling,
-                )
-                for prompt, ids in group
-            ]  # fmt: skip
-            rows = min(batch_size, len(group))
-            for index, answer, reason in answers(target, drafter, requests, rows, capacity):
-                prompt, ids = group[index]
-                mode = "sampled" if temperature > 0 else "greedy"
-                opened.append(
-                    [Response(prompt.id, prompt.source, tuple(ids), answer, reason, requests[index].seed, mode)]
-                )
-                report.answered += 1
-                report.tokens += len(answer)
-                meter.show()
-        meter.close()
+        waiting = [Talk(prompt, target.tokenizer, multi_turn) for prompt in _distinct(prompts)]
+        stored = {response.id: response for response in opened.rows()} if multi_turn else {}
+        meter = None
+        while waiting:  # a turn of every conversation each time
+            todo: list[tuple[Talk, list[int]]] = []
+            for talk in waiting:
+                while not talk.is_over and talk.id in opened:
+                    talk.take(stored.get(talk.id))
+                    report.found += 1
+                if talk.is_over:
+                    continue
+                ids = encode_prompt(target.tokenizer, talk.question, **kwargs)
+                if len(ids) > limit:
+                    report.too_long += talk.turns_left
+                else:
+                    todo.append((talk, ids))
+            if meter is None:
+                meter = _Meter(sum(talk.turns_left for talk, _ in todo), report, progress)
+            for capacity, group in _by_capacity(todo, max_new_tokens, target.config.max_positions):
+                requests = [
+                    Request(
+                        ids, max_new_tokens, seed=stable_hash(f"{seed}:{talk.id}") & 0xFFFFFFFF,
+                        stop_token_ids=target.eos_token_ids, **sampling,
+                    )
+                    for talk, ids in group
+                ]  # fmt: skip
+                rows = min(batch_size, len(group))
+                for index, answer, reason in answers(target, drafter, requests, rows, capacity):
+                    talk, ids = group[index]
+                    mode = "sampled" if temperature > 0 else "greedy"
+                    response = Response(
+                        talk.id,
+                        talk.source,
+                        tuple(ids),
+                        answer,
+                        reason,
+                        requests[index].seed,
+                        mode,
+                        follows=talk.follows,
+                    )
+                    opened.append([response])
+                    talk.take(response)
+                    report.answered += 1
+                    report.tokens += len(answer)
+                    meter.show()
+            report.cut += sum(talk.turns_cut for talk, _ in todo)
+            waiting = [talk for talk, _ in todo if not talk.is_over]
+        if meter is not None:
+            meter.close()
     return report
 
 
@@ -127,13 +153,13 @@ def answers(
 
 
 def _by_capacity(
-    todo: list[tuple[Prompt, list[int]]], max_new_tokens: int, max_positions: int
-) -> Iterator[tuple[int, list[tuple[Prompt, list[int]]]]]:
+    todo: list[tuple[Talk, list[int]]], max_new_tokens: int, max_positions: int
+) -> Iterator[tuple[int, list[tuple[Talk, list[int]]]]]:
     """Groups by the cache that a prompt and its answer need, so that short ones do not pay for long rows.
 
     Within a group prompts of like length are neighbours: they are prefilled together.
     """
-    groups: dict[int, list[tuple[Prompt, list[int]]]] = {}
+    groups: dict[int, list[tuple[Talk, list[int]]]] = {}
     for item in sorted(todo, key=lambda item: len(item[1])):
         groups.setdefault(capacity_bucket(len(item[1]) + max_new_tokens, max_positions), []).append(item)
     yield from groups.items()

@@ -49,6 +49,7 @@ class Response:
       seed: of the row's random stream.
       mode: "greedy" or "sampled" for the target's own text, "natural" for text that somebody else wrote.
       earlier_spans: [start, end) ranges of prompt_ids that are earlier assistant turns, and supervised too.
+      follows: id of the response to the turn before, "" where there is none; it stands earlier in the store.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Response:
     seed: int
     mode: Mode
     earlier_spans: tuple[tuple[int, int], ...] = ()
+    follows: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -105,10 +107,29 @@ def sample_of(response: Response, max_length: int | None = None) -> Sample:
     return Sample(response.id, token_S[:max_length], mask_S[:max_length])
 
 
+def joined_turns(responses: Iterable[Response]) -> list[Response]:
+    """Turns of a conversation as one response with several spans, where the ids of one simply go on in the next.
+
+    A template that renders earlier turns otherwise than they were written (without their thinking, say) gives prompts
+    that do not begin with what was answered: such turns stay apart, each with the context that serving gives it.
+    """
+    held: dict[str, Response] = {}
+    for response in responses:
+        before = held.get(response.follows)
+        if before is not None:
+            ids, start = (*before.prompt_ids, *before.answer_ids), len(before.prompt_ids)
+            if response.prompt_ids[: len(ids)] == ids:
+                del held[before.id]
+                spans = (*before.earlier_spans, (start, len(ids)))
+                response = dataclasses.replace(response, earlier_spans=spans)
+        held[response.id] = response
+    return list(held.values())
+
+
 def read_samples(
     stores: ResponseStore | Iterable[ResponseStore], max_length: int | None = None, modes: Iterable[Mode] = MODES
 ) -> list[Sample]:
-    """The samples of one or several stores, in store order, each cut at max_length.
+    """The samples of one or several stores, in store order, each cut at max_length; see `joined_turns`.
 
     Samples that keep no two neighbouring supervised tokens after the cut are left out: no block could start there.
 
@@ -122,7 +143,7 @@ def read_samples(
         first = stores[0]
         if store.manifest["fingerprint"].get("tokenizer") != first.manifest["fingerprint"].get("tokenizer"):
             raise StoreError(f"{store.path} and {first.path} hold ids of different tokenizers")
-        for response in store.rows():
+        for response in joined_turns(store.rows()):
             if response.mode not in tuple(modes):
                 continue
             if response.id in seen:
@@ -326,7 +347,7 @@ class ResponseStore:
             if response.id in self._keys:
                 raise StoreError(f"store {self.path} already has response {response.id}")
             self._keys.add(response.id)
-            row = {k: v for k, v in dataclasses.asdict(response).items() if k != "earlier_spans" or v}
+            row = {k: v for k, v in dataclasses.asdict(response).items() if v or k not in ("earlier_spans", "follows")}
             lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         # One write in append mode: a kill leaves a prefix of it, of which only the last line can be incomplete.
         self._file.write(b"".join(lines))

@@ -56,14 +56,14 @@ def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | Non
     if not config.prompts:
         return None
     encoded: dict[str, list[list[int]]] = {}
-    for prompt in mixture(config.prompts, config.seed, "heldout"):
-        ids = encode_prompt(target.tokenizer, prompt.messages, **config.chat_template_kwargs)
+    found = mixture(config.prompts, config.seed, "heldout")
+    for prompt in found:
+        ids = encode_prompt(target.tokenizer, prompt.question, **config.chat_template_kwargs)
         if len(ids) <= config.max_prompt_tokens:
             encoded.setdefault(prompt.source, []).append(ids)
     if not encoded:
         raise ConfigError(
-            f"evaluation.max_prompt_tokens is {config.max_prompt_tokens}: all {sum(config.prompts.values())} "
-            "held-out prompts are longer"
+            f"evaluation.max_prompt_tokens is {config.max_prompt_tokens}: all {len(found)} held-out prompts are longer"
         )
     logging.info("evaluation on held-out prompts: %s", {name: len(ids) for name, ids in encoded.items()})
 

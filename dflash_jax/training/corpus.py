@@ -20,7 +20,7 @@ from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
-from dflash_jax.data.prompts import mixture
+from dflash_jax.data.prompts import Counts, mixture
 from dflash_jax.data.regenerate import regenerate, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
@@ -58,11 +58,14 @@ class AnswerConfig:
     """Prompts that the target answers, into a store of their own.
 
     Attributes:
-      prompts: how many of each source (see `dflash_jax.data.prompts`).
-      batch_size: rows decoded together. Other fields: see `dflash_jax.data.regenerate.regenerate`.
+      prompts: how many of each source: {source: number}, or pairs of both where a source's name has a dot, as those of
+        files do; None takes all (see `dflash_jax.data.prompts.load`).
+      batch_size: rows decoded together.
+      chat_template_kwargs: None: those of the `data` section. Stores with thinking on and off lie side by side so.
+      Other fields: see `dflash_jax.data.regenerate.regenerate`.
     """
 
-    prompts: Mapping[str, int]
+    prompts: Counts
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -71,6 +74,8 @@ class AnswerConfig:
     seed: int = 0
     batch_size: int = 16
     max_prompt_tokens: int | None = None
+    multi_turn: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,7 @@ class DataConfig:
       packing: whole samples share rows where they fit, each as if it were alone: fewer rows of padding. An epoch then
         has fewer steps, and `step.num_anchors` of a row go to all its samples.
       answers: {store name: fields of `AnswerConfig`}.
-      natural: how many finished conversations of each source are taken as they are.
+      natural: how many finished conversations of each source are taken as they are, written as `prompts` above.
       stores: folders of further response stores, made before.
       directory: where stores and features lie; "" is `data` in the workdir.
       features: cache taps and final states on disk (cheap steps); False runs the target in every step (no disk,
@@ -93,7 +98,7 @@ class DataConfig:
     batch_size: int
     seq_len: int
     answers: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    natural: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    natural: Counts = ()
     stores: Sequence[str] = ()
     directory: str = ""
     features: bool = True
@@ -121,11 +126,10 @@ def open_training_data(
     for name, fields in config.answers.items():
         answers = from_config_dict(AnswerConfig, fields)
         options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
+        if answers.chat_template_kwargs is None:
+            options["chat_template_kwargs"] = config.chat_template_kwargs
         stores.append(directory / name)
-        prompts = mixture(answers.prompts, config.seed)
-        report = regenerate(
-            target, prompts, stores[-1], chat_template_kwargs=config.chat_template_kwargs, **options
-        )  # fmt: skip
+        report = regenerate(target, mixture(answers.prompts, config.seed), stores[-1], **options)
         logging.info("answers %r: %s", name, report)
     if config.natural:
         stores.append(directory / "natural")

@@ -1,7 +1,6 @@
 """Prompt sources: what they may contain, that they are deterministic, and the split."""
 
 import ast
-import json
 
 import pytest
 
@@ -166,31 +165,6 @@ def test_natural_and_asked_code_prompts_agree():
         assert a.messages == s.messages[:1] and not a.answered and s.answered
         stub = a.messages[0]["content"].split("```python\n")[1].removesuffix("\n```")
         assert s.messages[1]["content"].startswith(f"```python\n{stub}\n")
-
-
-def test_jsonl_source(tmp_path):
-    file = tmp_path / "mine.jsonl"
-    rows = [{"prompt": f"question {i}"} for i in range(40)]
-    rows.append({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "id": "x"})
-    file.write_text("\n".join(map(json.dumps, rows)))
-    both = [p for split in ("train", "heldout") for p in prompts.load(str(file), split=split)]
-    assert len(both) == 41 and sum(p.answered for p in both) == 1
-    assert {p.source for p in both} == {"mine"}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: no JSON"),
-        ('{"text": "a"}', 'line 2: needs an object with either "messages" or "prompt"'),
-        ('{"messages": [{"role": "user"}]}', "line 2: every message needs"),
-    ],
-)
-def test_jsonl_errors_name_the_line(tmp_path, line, message):
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=message):
-        prompts.load(str(file))
 
 
 def test_bad_requests_are_named():
