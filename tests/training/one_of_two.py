@@ -1,13 +1,15 @@
 """A training run on a mesh of 2 x 2, by as many processes as there are: the same run with one and with two.
 
-    python -m tests.training.one_of_two WORKDIR PROCESS PORT
+    python -m tests.training.one_of_two WORKDIR PROCESS PORT [hang]
 
-is one of two processes with two devices each, both on this machine.
+is one of two processes with two devices each, both on this machine. With `hang` its first evaluation never ends: the
+run stands still behind step 2, whose checkpoint is written meanwhile, until somebody kills it.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import jax
 from dflash_jax.decoding.generate import generate
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training import processes
+from dflash_jax.training.acceptance import Evaluate
 from dflash_jax.training.loop import TrainResult, train
 from tests.training import toy
 
@@ -32,16 +35,24 @@ def evaluate(target, drafter) -> dict[str, Any]:
     return {"tau": (TOKENS - 1) * len(PROMPTS) / sum(map(len, rounds)), "rounds": rounds}
 
 
-def run(workdir: str, stop_after: int) -> TrainResult:
-    mesh = make_mesh(2, 2)
-    config = toy.experiment(stop_after=stop_after, eval_every=2, save_every_minutes=None, export_weights="ema")
-    config.mesh.update(data=2, tensor=2)
+def run(workdir: str, stop_after: int, data: int = 2, evaluate: Evaluate = evaluate) -> TrainResult:
+    """Steps up to `stop_after` on a mesh of data x 2, with a checkpoint every second step."""
+    mesh = make_mesh(data, 2)
+    config = toy.experiment(
+        stop_after=stop_after, eval_every=2, save_every=2, save_every_minutes=None, export_weights="ema"
+    )  # fmt: skip
+    config.mesh.update(data=data, tensor=2)
     config.step.accumulation = 1
-    data = toy.data(process=jax.process_index(), processes=jax.process_count())
-    return train(config, workdir, target=toy.target(mesh=mesh), data=data, evaluate=evaluate)
+    rows = toy.data(process=jax.process_index(), processes=jax.process_count())
+    return train(config, workdir, target=toy.target(mesh=mesh), data=rows, evaluate=evaluate)
+
+
+def hang(target, drafter) -> dict[str, Any]:
+    time.sleep(3600)
+    raise AssertionError("nobody killed this process")
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
-    print(run(sys.argv[1], 4))
+    print(run(sys.argv[1], 4, evaluate=hang if sys.argv[4:] == ["hang"] else evaluate))

@@ -3,9 +3,11 @@
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -45,24 +47,39 @@ def compare(ours, theirs):
                 np.testing.assert_allclose(one[name], other[name], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow  # processes that share two cores wait for each other
-def test_two_processes_train_as_one(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one_of_two.run(one, 4)
+def start_two(workdir, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
-    started = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.one_of_two", two, str(i), port],
+            [sys.executable, "-m", "tests.training.one_of_two", workdir, str(i), port, *options],
             cwd=pathlib.Path(__file__).parents[2], env=environment, stderr=subprocess.PIPE, text=True,
         )
         for i in range(2)
     ]  # fmt: skip
+
+
+def wait_for(started):
     for process in started:
         _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The workdirs of one process and of two, behind step 4."""
+    root = tmp_path_factory.mktemp("straight")
+    one, two = root / "one", root / "two"
+    one_of_two.run(one, 4)
+    wait_for(start_two(two))
+    return one, two
+
+
+@pytest.mark.slow  # processes that share two cores wait for each other
+def test_two_processes_train_as_one(straight):
+    one, two = straight
     compare(two, one)
     assert [x["kind"] for x in lines(two)].count("eval") == 2
     ours, theirs = arrays(two, 4), arrays(one, 4)
@@ -76,10 +93,50 @@ def test_two_processes_train_as_one(tmp_path):
     for a, b in zip(*(jax.tree.leaves(d.params) for d in drafters), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-5)  # stored in bfloat16
 
-    # What two processes saved, one goes on with.
-    one_of_two.run(one, 6)
-    one_of_two.run(two, 6)
-    compare(two, one)
+
+@pytest.mark.slow
+def test_two_processes_killed_and_started_again(straight, tmp_path):
+    """Bit by bit what two processes that nobody killed arrive at."""
+    _, two = straight
+    started = start_two(tmp_path, "hang")
+    try:
+        deadline = time.monotonic() + 400
+        while not (tmp_path / "checkpoints" / "2" / "commit_success.txt").exists():
+            for process in started:
+                assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert not (tmp_path / "checkpoints" / "4").exists()
+    wait_for(start_two(tmp_path))
+    # The evaluation behind step 2 was killed; what it would have said is not said later.
+    expected = [x for x in lines(two) if (x["step"], x["kind"]) != (2, "eval")]
+    resumed = lines(tmp_path)
+    for line in resumed + expected:
+        for clock in ("seconds", "blocks_per_s"):
+            line.pop(clock, None)
+    assert resumed == expected
+    ours, theirs = arrays(tmp_path, 4), arrays(two, 4)
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        np.testing.assert_array_equal(ours[path], value, err_msg=path)
+
+
+@pytest.mark.slow
+def test_what_two_processes_saved_goes_on_on_eight_devices(straight, tmp_path):
+    one, two = straight
+    eight, four = tmp_path / "eight", tmp_path / "four"
+    shutil.copytree(two, eight)
+    shutil.copytree(one, four)
+    one_of_two.run(four, 6)
+    one_of_two.run(eight, 6, data=4)
+    compare(eight, four)
+    ours, theirs = arrays(eight, 6), arrays(four, 6)
+    for path, value in theirs.items():
+        np.testing.assert_allclose(ours[path], value, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
 def test_one_process_changes_nothing():
