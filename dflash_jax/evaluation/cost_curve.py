@@ -95,29 +95,10 @@ def cost_curve(
     Raises:
       ConfigError: the widest call does not fit behind the context.
     """
-    widest = max(*widths, drafter.block_size)
-    if not 0 < context <= capacity - widest:
-        raise ConfigError(f"context is {context}, must lie in [1, {capacity - widest}] (capacity - the widest call)")
-    target_skeleton, target_leaves = Skeleton.of(target.graphdef, target.params)
-    draft_skeleton, draft_leaves = Skeleton.of(drafter.graphdef, drafter.params)
-    specs = layer_specs(target.config) + nnx.merge(drafter.graphdef, drafter.params).layer_specs()
-    cache = make_cache(specs, 1, capacity, target.dtype).replace(length_B=jnp.full((1,), context, jnp.int32))
-    root_B = jnp.ones((1,), jnp.int32)
-
-    calls: dict[tuple[str, int], Callable[[], Any]] = {}
-    for width in widths:
-        token_BxM = jnp.ones((1, width), jnp.int32)
-        taps = drafter.tap_ids if width > 1 else ()
-        calls["target", width] = functools.partial(
-            _target_call, target_skeleton, target_leaves, cache, token_BxM, tuple(taps)
-        )
-    for size in range(2, drafter.block_size + 1):
-        calls["draft", size] = functools.partial(
-            _draft_call, draft_skeleton, draft_leaves, drafter.shared, cache, root_B, size
-        )
-    seconds = _medians(calls, repeats)
-    target_s = {size: s for (kind, size), s in seconds.items() if kind == "target"}
-    draft_s = {size: s for (kind, size), s in seconds.items() if kind == "draft"}
+    sizes = range(2, drafter.block_size + 1)
+    target_s, draft_s = call_seconds(
+        target, drafter, context=context, capacity=capacity, widths=widths, block_sizes=sizes, repeats=repeats
+    )
     weights, bandwidth = weight_bytes(target), read_bandwidth()
     plain_s = target_s.get(1)
     return {
@@ -134,6 +115,43 @@ def cost_curve(
         "read_s": weights / bandwidth,
         "plain_over_read": plain_s / (weights / bandwidth) if plain_s else None,
     }
+
+
+def call_seconds(
+    target: Target,
+    drafter: Drafter,
+    *,
+    context: int,
+    capacity: int,
+    widths: Sequence[int],
+    block_sizes: Sequence[int],
+    repeats: int,
+) -> tuple[dict[int, float], dict[int, float]]:
+    """(seconds of a target call by width, of a draft call by block size): medians; see `cost_curve`."""
+    widest = max(*widths, *block_sizes)
+    if not 0 < context <= capacity - widest:
+        raise ConfigError(f"context is {context}, must lie in [1, {capacity - widest}] (capacity - the widest call)")
+    target_skeleton, target_leaves = Skeleton.of(target.graphdef, target.params)
+    draft_skeleton, draft_leaves = Skeleton.of(drafter.graphdef, drafter.params)
+    specs = layer_specs(target.config) + nnx.merge(drafter.graphdef, drafter.params).layer_specs()
+    cache = make_cache(specs, 1, capacity, target.dtype).replace(length_B=jnp.full((1,), context, jnp.int32))
+    root_B = jnp.ones((1,), jnp.int32)
+
+    calls: dict[tuple[str, int], Callable[[], Any]] = {}
+    for width in widths:
+        token_BxM = jnp.ones((1, width), jnp.int32)
+        taps = drafter.tap_ids if width > 1 else ()
+        calls["target", width] = functools.partial(
+            _target_call, target_skeleton, target_leaves, cache, token_BxM, tuple(taps)
+        )
+    for size in block_sizes:
+        calls["draft", size] = functools.partial(
+            _draft_call, draft_skeleton, draft_leaves, drafter.shared, cache, root_B, size
+        )
+    seconds = _medians(calls, repeats)
+    target_s = {size: s for (kind, size), s in seconds.items() if kind == "target"}
+    draft_s = {size: s for (kind, size), s in seconds.items() if kind == "draft"}
+    return target_s, draft_s
 
 
 def _medians(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
