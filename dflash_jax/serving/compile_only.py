@@ -29,10 +29,11 @@ from dflash_jax.evaluation.roofline import (
     seconds,
     speedup,
 )
-from dflash_jax.serving.config import ServeConfig, read_config
+from dflash_jax.serving.config import ServeConfig, read_config, trains
 from dflash_jax.serving.session import DFLASH, PLAIN
 from dflash_jax.serving.terminal import Terminal
 from dflash_jax.tpu_topology import Topology, prepare_host, tpu_topology
+from dflash_jax.training.adapter import configured_drafter
 
 TAUS = (2.0, 4.0, 6.0, 8.0)
 
@@ -71,6 +72,8 @@ def compile_only(
     target, drafter = read_architectures(
         settings.target.source, settings.target.architecture, settings.drafter.source, settings.drafter.architecture
     )
+    if drafter is None and trains(config):
+        drafter = configured_drafter(config.drafter, target)  # the one that a run of this config trains
     modes = {PLAIN: None} if drafter is None else {DFLASH: drafter, PLAIN: None}
     stats: dict[str, Any] = {
         "topology": place.name, "devices": len(place.devices), "chips": place.chips, "mesh": dict(mesh.shape),

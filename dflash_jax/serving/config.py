@@ -157,20 +157,34 @@ _SECTIONS = {
 }
 
 
+# Sections of train.py; a config that trains a drafter may serve it too.
+_TRAINING = ("seed", "data", "step", "loss", "optimizer", "run", "evaluation")
+
+
 def read_config(config: ConfigDict) -> ServeConfig:
-    """The dataclasses of a config.
+    """The dataclasses of a config. Of one that trains, sections and fields of training are left out.
 
     Raises:
       ConfigError: a section or field is unknown, missing, or has a value that can not be.
     """
     sections = {}
-    for name, values in config.to_dict().items():
+    groups = config.to_dict()
+    if trains(config):
+        known = {field.name for field in dataclasses.fields(DrafterSection)}
+        groups = {name: values for name, values in groups.items() if name not in _TRAINING}
+        groups["drafter"] = {name: value for name, value in groups["drafter"].items() if name in known}
+    for name, values in groups.items():
         if name not in _SECTIONS:
             raise ConfigError(f"the config has a section {name!r}; serve.py knows {', '.join(_SECTIONS)}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is {values!r}, must be a section with fields of its own")
         sections[name] = from_config_dict(_SECTIONS[name], values)
     return from_config_dict(ServeConfig, sections)
+
+
+def trains(config: ConfigDict) -> bool:
+    """Whether the config is one of train.py (and perhaps of serve.py as well)."""
+    return "optimizer" in config and "drafter" in config
 
 
 def _check(name: str, value: Any, ok: Any, must: str) -> None:

@@ -13,7 +13,7 @@ So the targets may differ in family, width, depth, vocabulary, mask token and ta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,10 @@ _NOT_THE_TRUNK = (
     "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "max_positions",
     "embedding_scale", "output_multiplier", "final_logit_softcap", "target_hidden_size",
 )  # fmt: skip
+# Fields of the `drafter` section that say how to start or to serve, not what the drafter is.
+_OF_THE_RUN = ("init_layers", "init_from", "trunk", "draft_vocab_size", "source", "proposal")
+# Those that describe a trunk, besides its layers.
+_SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
 
 
 def check_trunk(trunk: str, init_from: str) -> None:
@@ -60,6 +64,14 @@ def trainable(params: nnx.State, trunk: str) -> Any | None:
     if trunk == TRAINED:
         return None
     return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in ADAPTER, params)
+
+
+def configured_drafter(section: Mapping[str, Any], target: TargetConfig) -> DrafterConfig:
+    """The drafter that the `drafter` section of a training configuration asks for."""
+    fields = {name: value for name, value in section.items() if name not in _OF_THE_RUN}
+    if section["trunk"] == FROZEN:
+        return drafter_on_trunk(section["init_from"], target, **fields)
+    return drafter_config(target, **fields)
 
 
 def drafter_on_trunk(
@@ -95,8 +107,8 @@ def drafter_on_trunk(
     full = sum(kind == FULL for kind in theirs.layer_types)
     asked = {"num_layers": (num_layers, theirs.num_layers), "num_full_layers": (num_full_layers, full)}
     for name, value in shape.items():
-        if name not in ("hidden_size", "intermediate_size", "sliding_window"):
-            raise ConfigError(f"drafter has the field {name!r}, which says nothing of a drafter")
+        if name not in _SHAPE:
+            raise ConfigError(f"drafter has no field {name!r}; of a trunk it knows {', '.join(_SHAPE)}")
         asked[name] = (value, getattr(theirs, name))
     for name, (mine, its) in asked.items():
         if mine is not None and mine != its:

@@ -23,8 +23,7 @@ from dflash_jax.evaluation.roofline import CHIPS, Work, device_bytes, seconds
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
-from dflash_jax.training.adapter import check_trunk, trainable
-from dflash_jax.training.from_config import configured_drafter
+from dflash_jax.training.adapter import check_trunk, configured_drafter, trainable
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.step import (
     Frozen,
@@ -62,7 +61,7 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
     mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh), place), CHIPS[place.generation]
     architecture = config.target.get("architecture")
     target, _ = read_architectures(config.target.source, None if architecture is None else architecture.to_dict())
-    drafter = configured_drafter(config, target)
+    drafter = configured_drafter(config.drafter, target)
     dtype = jnp.dtype(as_dtype(config.target.dtype, "bfloat16"))
     step, state, frozen, batch = abstract_train_step(config, target, drafter, dtype, mesh)
     logging.info("compiling the train step for %s", place.name)

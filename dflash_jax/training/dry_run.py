@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import tokenizers
 from jax.sharding import Mesh
 from tokenizers import decoders, models, pre_tokenizers
 
+from dflash_jax.checkpoints.hf_config import target_config_from_hf
 from dflash_jax.checkpoints.tokenizer import Tokenizer
-from dflash_jax.config import FULL, RopeConfig, TargetConfig
+from dflash_jax.config import FULL, ConfigError, RopeConfig, TargetConfig
 from dflash_jax.models.target import Target, random_target
 
 TINY = "random:tiny"
+_VOCAB = 259
 _SPECIAL = ("<|end|>", "<|start|>", "<|mask|>")
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
@@ -31,14 +36,34 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token="<|end|>", chat_template=_TEMPLATE)
 
 
-def tiny_target(seed: int = 0, mesh: Mesh | None = None) -> Target:
-    """A Llama of five layers and width 32 with random weights and `byte_tokenizer`."""
-    layers = 5
-    config = TargetConfig(
-        family="llama", vocab_size=259, hidden_size=32, intermediate_size=64, num_layers=layers, num_heads=4,
-        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), max_positions=1024,
-        layer_types=(FULL,) * layers, tie_embeddings=True,
-    )  # fmt: skip
+def tiny_target(
+    seed: int = 0, mesh: Mesh | None = None, architecture: Mapping[str, Any] | None = None
+) -> Target:  # fmt: skip
+    """A target with random weights and `byte_tokenizer`: a Llama of five layers and width 32, or another.
+
+    Args:
+      architecture: what config.json of the other would hold.
+
+    Raises:
+      ConfigError: its vocabulary is smaller than the tokenizer's, or see `target_config_from_hf`.
+    """
+    if architecture is not None:
+        config = target_config_from_hf(architecture)
+        if config.vocab_size < _VOCAB:
+            raise ConfigError(
+                f"target.architecture has vocab_size {config.vocab_size}, {TINY} needs {_VOCAB}: 256 bytes and 3 more"
+            )
+    else:
+        config = _llama()
     target = random_target(config, seed, mesh=mesh)
     target.tokenizer, target.eos_token_ids, target.source = byte_tokenizer(), (0,), TINY
     return target
+
+
+def _llama() -> TargetConfig:
+    layers = 5
+    return TargetConfig(
+        family="llama", vocab_size=_VOCAB, hidden_size=32, intermediate_size=64, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(10_000.0), max_positions=1024,
+        layer_types=(FULL,) * layers, tie_embeddings=True,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run is made of, as its config asks: mesh, target, drafter, first parameters."""
+"""What a run is made of, as its config asks: mesh, target, first parameters. (The drafter: adapter.py.)"""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ml_collections import ConfigDict
 from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
-from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
+from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.training import processes
-from dflash_jax.training.adapter import FROZEN, drafter_on_trunk, with_trunk_of
+from dflash_jax.training.adapter import FROZEN, with_trunk_of
 from dflash_jax.training.corpus import BatchIterator
 from dflash_jax.training.dry_run import TINY, tiny_target
-from dflash_jax.training.initialise import Statistics, drafter_config, initial_params, measure
+from dflash_jax.training.initialise import Statistics, initial_params, measure
 from dflash_jax.training.objectives import LossConfig
 
 
 def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
     """The target that the config's `target` section names, loaded onto the mesh."""
     if config.target.source == TINY:
-        return tiny_target(config.seed, mesh)
+        architecture = config.target.get("architecture")
+        return tiny_target(config.seed, mesh, None if architecture is None else architecture.to_dict())
 
     def progress(done: int, total: int, what: str) -> None:
         if total and done == total:
@@ -52,16 +53,6 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     if mesh.data % count:
         raise ConfigError(f"mesh.data is {mesh.data}, must be a multiple of the {count} processes")
     return mesh.make()
-
-
-def configured_drafter(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
-    """The drafter that the config's `drafter` section asks for."""
-    fields = config.drafter.to_dict()
-    for name in ("init_layers", "init_from", "trunk", "draft_vocab_size"):
-        fields.pop(name)
-    if config.drafter.trunk == FROZEN:
-        return drafter_on_trunk(config.drafter.init_from, target, **fields)
-    return drafter_config(target, **fields)
 
 
 def first_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:

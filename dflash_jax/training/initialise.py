@@ -41,12 +41,15 @@ def drafter_config(
     sliding_window: int | None = None,
     num_full_layers: int | None = None,
     hidden_size: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
     projections: bool | None = None,
 ) -> DrafterConfig:
     """A DFlash drafter shaped like the target's own layers.
 
     Args:
-      hidden_size: of the drafter; the target's where None.
+      hidden_size, num_heads, num_kv_heads, head_dim: of the drafter; the target's where None.
       projections: see `target_hidden_size` of DrafterConfig; None: where the two sizes differ.
       target_layer_ids: tapped layers, or how many to take by the default rule.
       intermediate_size: of its SwiGLU; the target's where None.
@@ -60,9 +63,9 @@ def drafter_config(
         hidden_size=width,
         intermediate_size=target.intermediate_size if intermediate_size is None else intermediate_size,
         num_layers=num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
+        num_heads=num_heads or target.num_heads,
+        num_kv_heads=num_kv_heads or target.num_kv_heads,
+        head_dim=head_dim or target.head_dim,
         rms_norm_eps=target.rms_norm_eps,
         rope=target.rope,
         vocab_size=target.vocab_size,

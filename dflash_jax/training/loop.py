@@ -31,7 +31,7 @@ from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target
 from dflash_jax.training import from_config, processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
-from dflash_jax.training.adapter import check_trunk, trainable
+from dflash_jax.training.adapter import check_trunk, configured_drafter, trainable
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.initialise import Statistics, coordinate_units
@@ -108,7 +108,7 @@ def train(
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
 
     logging.info("== data")
-    draft = from_config.configured_drafter(config, target.config)
+    draft = configured_drafter(config.drafter, target.config)
     check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
     own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
     if data is None:

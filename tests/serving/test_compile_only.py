@@ -15,6 +15,7 @@ from dflash_jax.serving.compile_only import capacity, verdict
 from dflash_jax.serving.config import read_config
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import Topology, tpu_topology
+from dflash_jax.training.adapter import configured_drafter
 
 HERE, ROOT = pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(
@@ -129,10 +130,10 @@ def test_shipped_configs(name, billions):
     spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    settings = read_config(module.get_config())
-    target, drafter = read_architectures(
-        settings.target.source, settings.target.architecture, "", settings.drafter.architecture
-    )
+    config = module.get_config()
+    settings = read_config(config)
+    target, _ = read_architectures(settings.target.source, settings.target.architecture)
+    drafter = configured_drafter(config.drafter, target)
     moe = target.moe
     experts = len(moe.layers) * moe.num_experts * 3 * target.hidden_size * moe.intermediate_size
     assert 0.96 * billions < experts / 1e9 < billions  # nearly all parameters are experts'

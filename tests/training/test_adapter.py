@@ -159,7 +159,8 @@ def test_what_is_refused(first_drafter, tmp_path):
         (experiment(directory, trunk="half"), "drafter.trunk is 'half', must be 'trained' or 'frozen'"),
         (experiment(directory, num_layers=1), "has num_layers = 2, this run has 1"),
         (experiment(directory, intermediate_size=48), "has intermediate_size = 32, this run has 48"),
-        (experiment(directory, num_heads=2), "drafter has the field 'num_heads'"),
+        (experiment(directory, num_heads=2), "has num_heads = 4, this run has 2"),
+        (experiment(directory, heads=2), "drafter has no field 'heads'"),
     ]
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):

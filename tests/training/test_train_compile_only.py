@@ -14,8 +14,8 @@ import pytest
 from dflash_jax import sharding
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.config import ConfigError
+from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.compile_only import abstract_batch, abstract_train_step
-from dflash_jax.training.from_config import configured_drafter
 from training import tiny_train_compile
 
 HERE, ROOT = pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_flags_that_do_not_go_together(tmp_path):
 def settings():
     config = tiny_train_compile.get_config()
     target, _ = read_architectures("", config.target.architecture.to_dict())
-    return config, target, configured_drafter(config, target)
+    return config, target, configured_drafter(config.drafter, target)
 
 
 def test_layout_and_shapes(settings):

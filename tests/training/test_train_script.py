@@ -17,7 +17,8 @@ import dflash_jax
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.config import ConfigError
 from dflash_jax.drafters.contract import Drafter
-from dflash_jax.training import acceptance, from_config, loop, watch
+from dflash_jax.training import acceptance, loop, watch
+from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.dry_run import byte_tokenizer, tiny_target
 from dflash_jax.training.metrics import MetricsWriter, summarise
 from tests.training import toy
@@ -91,7 +92,7 @@ def test_the_recipe_fits_the_real_target():
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
         head_dim=64, max_positions=8192, layer_types=("full_attention",) * 30,
     )  # fmt: skip
-    draft = from_config.configured_drafter(config, architecture)
+    draft = configured_drafter(config.drafter, architecture)
     assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 2
 
 
