@@ -8,8 +8,8 @@ say, without a TPU and without the weights (1.3 TB in bf16; the published FP8 fi
 round of 32 rows of 8k tokens, and a training step with the target in it, take on each device. Results: docs/pods.md.
 (tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh only.
 
-`target.source` is what loading would read. Answering and training were not run: time and tau are not known, and
-serve.py is one process, while such a slice has many hosts.
+`target.source` is what loading would read. Time and tau: not yet run; serve.py
+is one process, while such a slice has many hosts.
 
 `architecture` is the published config.json as far as the decoder reads it. No DFlash drafter of this target is known;
 the one here has the shape that the conventions would give it (five layers, block 16, five taps by the default rule)

@@ -8,8 +8,8 @@ say, without a TPU and without the 800 GB of weights, what a round of 32 rows of
 target in it, take on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chips of two devices each.) The variant
 `train` differs in its mesh only: a step wants rows on many devices, a round wants few hops.
 
-`target.source` is what loading would read. Answering and training were not run: time and tau are not known, and
-serve.py is one process, while such a slice has many hosts.
+`target.source` is what loading would read. Time and tau: not yet run; serve.py
+is one process, while such a slice has many hosts.
 
 `architecture` is the published config.json as far as the decoder reads it. The drafter's is what one trained by the
 conventions of the published Qwen3.5 drafters has: five layers, block 16, five taps by the default rule.
