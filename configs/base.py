@@ -69,7 +69,9 @@ def experiment(
 
     config.step = ConfigDict({"num_anchors": 512, "accumulation": 1, "compute_dtype": "bfloat16"})
     config.loss = ConfigDict()
-    config.loss.objective = ConfigDict({"hard": 1.0, "forward_kl": 0.0})
+    config.loss.objective = ConfigDict(
+        {"hard": 1.0, "forward_kl": 0.0, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}
+    )
     config.loss.weighting = "decay"  # or "uniform", "dpace", "dpace_confidence", "dpace_continuation"
     config.loss.gamma = config_dict.placeholder(float)  # None: 7, 5, 4 for blocks of 16, 10, 8
     config.loss.dpace_alpha = 0.5  # read by the three "dpace" kinds
