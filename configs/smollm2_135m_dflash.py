@@ -18,15 +18,20 @@ On two CPU cores: about 150 answered tokens/s, 1,000 cached tokens/s, and 280 bl
 Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
     natural  the first stage
     adapter  the shipped drafter's trunk, frozen, for a target without two of the layers (docs/training.md)
+    h200     ten minutes on one H200 (see docs/training.md): more prompts, four layers, blocks of 8, bfloat16, the
+             target in the step instead of stored states; not yet run on that machine
     tiny     a random target of width 32: the whole way in under a minute; tau stays near 1
 """
 
 from ml_collections import ConfigDict, config_dict
 
 
+VARIANTS = ("", "natural", "adapter", "h200", "tiny")
+
+
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", "natural", "adapter", "tiny"):
-        raise ValueError(f"variant {variant!r} is unknown; known are 'natural', 'adapter', 'tiny' and none")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is unknown; known are {', '.join(map(repr, VARIANTS))} ('' for none)")
     config = ConfigDict()
     config.seed = 0
     config.mesh = ConfigDict({"data": 1, "tensor": 1})
@@ -87,6 +92,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.run.save_every_minutes = 10.0
     config.run.keep_checkpoints = 2
     config.run.stop_after = config_dict.placeholder(int)
+    config.run.max_minutes = config_dict.placeholder(float)  # for a machine that is lent by the hour
     config.run.export_weights = "raw"  # or "ema"
 
     config.evaluation = ConfigDict()
@@ -113,6 +119,34 @@ def get_config(variant: str = "") -> ConfigDict:
         config.optimizer.total_steps = 400
         config.optimizer.warmup_steps = 20
         config.run.eval_every = 0
+
+    if variant == "h200":
+        config.target.dtype = "bfloat16"
+        config.drafter.num_layers = 4
+        config.drafter.init_layers = (26, 27, 28, 29)
+        config.drafter.block_size = 8
+        every = config_dict.placeholder(int)  # all that there are
+        config.data.answers.greedy.prompts = ConfigDict(
+            {"code": every, "tasks": every, "instruction": 1000, "reasoning": 2000, "json": 400}
+        )
+        config.data.answers.greedy.batch_size = 512
+        config.data.natural = ConfigDict({"code_natural": every})
+        config.data.features = False
+        config.data.packing = True
+        config.data.batch_size = 64
+        config.step.num_anchors = 64
+        config.step.compute_dtype = "bfloat16"
+        config.loss.chunk_slots = 8192
+        config.loss.teacher_dtype = "bfloat16"
+        config.optimizer.learning_rate = 1e-3
+        config.optimizer.total_steps = 4000
+        config.optimizer.warmup_steps = 200
+        config.optimizer.ema_decay = 0.999
+        config.run.export_weights = "ema"
+        config.run.eval_every = 0
+        config.run.save_every = 1000
+        config.run.max_minutes = 8.5
+        config.evaluation.batch_size = 24
 
     if variant == "tiny":
         config.target.source = "random:tiny"

@@ -87,6 +87,7 @@ def train(
       TrainingDiverged: see there.
       SystemExit: SIGTERM came; a checkpoint was saved.
     """
+    began = time.monotonic()
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
     run = from_config_dict(RunConfig, config.run.to_dict())
@@ -97,8 +98,9 @@ def train(
             "run.export_weights is 'ema', but optimizer.ema_decay is 0: no average is kept; set it (such as 0.999), or "
             "export 'raw' weights"
         )
-    if run.save_every_minutes is not None and jax.process_count() > 1:
-        raise ConfigError("run.save_every_minutes needs a single process; set it to None and use run.save_every")
+    for name, instead in (("save_every_minutes", "save_every"), ("max_minutes", "stop_after")):
+        if getattr(run, name) is not None and jax.process_count() > 1:
+            raise ConfigError(f"run.{name} needs a single process; set it to None and use run.{instead}")
 
     check_trunk(config.drafter.trunk, config.drafter.init_from)
     logging.info("== target")
@@ -270,6 +272,9 @@ def train(
             profile.after(step, metrics)
             pending = (step, sample_ids(batch), metrics)
             bar.update(1)
+            if run.max_minutes is not None and step < last_step and time.monotonic() - began > 60 * run.max_minutes:
+                logging.info("%g minutes are over at step %d of %d", run.max_minutes, step, last_step)
+                last_step = step
 
             if step % run.log_every == 0 or step == last_step:
                 settle()

@@ -15,6 +15,8 @@ class RunConfig:
 
     Attributes:
       stop_after: stop there, with a checkpoint, though the schedule goes on; None runs to total_steps.
+      max_minutes: as if stop_after were the step at which `train` has run that long (data and compilation included):
+        for a machine that is lent by the hour. One process only. What follows, evaluation and export, comes on top.
       save_every_minutes: besides save_every; one process only, since clocks differ.
       max_loss_ratio: a run stops (`TrainingDiverged`) where this many times the median loss of the last 64 steps is
         exceeded in `watch.PATIENCE` steps in a row; None never. max_grad_norm_ratio: the same of the gradient's norm
@@ -32,6 +34,7 @@ class RunConfig:
     save_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2
     stop_after: int | None = None
+    max_minutes: float | None = None
     export_weights: str = "raw"
     max_loss_ratio: float | None = 10.0
     max_grad_norm_ratio: float | None = None
@@ -42,8 +45,10 @@ class RunConfig:
         for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 1), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run.{name} is {getattr(self, name)}, must be at least {least}")
-        if self.save_every_minutes is not None and self.save_every_minutes <= 0:
-            raise ConfigError(f"run.save_every_minutes is {self.save_every_minutes}, must be positive or None")
+        for name in ("save_every_minutes", "max_minutes"):
+            minutes = getattr(self, name)
+            if minutes is not None and minutes <= 0:
+                raise ConfigError(f"run.{name} is {minutes}, must be positive or None")
         if self.export_weights not in ("raw", "ema"):
             raise ConfigError(f"run.export_weights is {self.export_weights!r}, must be 'raw' or 'ema'")
         for name in ("max_loss_ratio", "max_grad_norm_ratio"):

@@ -114,6 +114,16 @@ def test_b78_an_evaluation_in_between_changes_nothing(straight, tmp_path):
     assert best.shared.head_DxV.shape == (toy.HIDDEN, 32)
 
 
+def test_b78_when_the_minutes_are_over_the_run_ends_and_goes_on(straight, tmp_path):
+    _, _, expected_losses, expected = straight
+    ended = run(tmp_path, max_minutes=1e-9, evaluate=lambda target, drafter: {"tau": 1.5})
+    assert (ended.step, ended.evaluation["tau"]) == (1, 1.5) and (ended.export / "config.json").exists()
+    assert run(tmp_path).step == STEPS
+    assert losses(tmp_path) == expected_losses
+    for path, x in final_arrays(tmp_path).items():
+        np.testing.assert_array_equal(x, expected[path], err_msg=path)
+
+
 def test_b79_every_sample_once_an_epoch(straight):
     _, ids, _, _ = straight
     epochs = [ids[i : i + 12] for i in range(0, 72, 12)]
