@@ -25,7 +25,6 @@ Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
 
 from ml_collections import ConfigDict, config_dict
 
-
 VARIANTS = ("", "natural", "adapter", "h200", "tiny")
 
 
