@@ -142,7 +142,11 @@ def open_training_data(
     samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
     supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
     logging.info("%d samples, %d supervised tokens", len(samples), supervised)
-    features = compute_features(target, samples, directory / "features", tap_ids) if config.features else None
+    features = None
+    if config.features:
+        # A folder a choice of taps: runs that share the answers may differ in them.
+        name = "-".join(["features", *map(str, tap_ids)])
+        features = compute_features(target, samples, directory / name, tap_ids)
     processes = jax.process_count()
     if config.batch_size % processes:
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {processes} processes")

@@ -1,0 +1,70 @@
+"""What a drafter for SmolLM2-135M-Instruct gains from each choice: the recipe with one thing changed at a time.
+
+    python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --run
+    python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --table
+
+Without `--run` the commands are printed, to be spread over machines that share the folder. All points train on the same
+answers, in the same order, from the same seed, for the same number of steps, and are measured on the same held-out
+prompts: `base` is configs/smollm2_135m_dflash.py at a quarter of its length. `--only=gamma` runs the points of one
+choice (`base` belongs to each of them).
+
+One point is 750 steps of up to 128 blocks: at the recipe's 280 blocks/s, about six minutes on two CPU cores, and its
+evaluation. Answers are made once, and states once for each choice of taps (6.9 kB a token for five). Not yet run.
+
+    python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py:tiny --workdir=runs/tiny --run
+
+is the same with random weights of width 32, in minutes: a trial of the machinery, whose taus say nothing.
+"""
+
+import importlib.util
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in ("", "tiny"):
+        raise ValueError(f"variant {variant!r} is unknown; known are 'tiny' and none")
+    path = pathlib.Path(__file__).with_name("smollm2_135m_dflash.py")
+    spec = importlib.util.spec_from_file_location("recipe", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    config = recipe.get_config(variant)
+    if variant == "":
+        config.optimizer.total_steps = 750
+        config.run.eval_every = 0  # at the end
+    return config
+
+
+def sweep(variant: str = "") -> dict[str, dict[str, Any]]:
+    """{point: fields of the recipe that it changes}; those of "tiny" fit its five layers and 259 ids."""
+    tiny = variant == "tiny"
+    points: dict[str, dict[str, Any]] = {"base": {}}
+    # Layers are copies of late target layers.
+    for layers in ((4,), (1, 2, 3, 4)) if tiny else ((29,), (25, 26, 27, 29)):
+        points[f"layers-{len(layers)}"] = {"drafter.num_layers": len(layers), "drafter.init_layers": layers}
+    for taps in ((2,), (0, 1, 3)) if tiny else ((15,), (1, 15, 28)):
+        points[f"taps-{len(taps)}"] = {"drafter.target_layer_ids": taps}
+    points["uniform"] = {"loss.weighting": "uniform"}
+    for gamma in (2.0, 7.0):
+        points[f"gamma-{gamma:g}"] = {"loss.gamma": gamma}
+    for kind in ("dpace", "dpace_confidence", "dpace_continuation"):
+        points[kind.replace("_", "-")] = {"loss.weighting": kind}
+    for name, weights in (
+        ("hard", {"hard": 1.0}),
+        ("forward-kl", {"forward_kl": 1.0}),
+        ("reverse-kl", {"hard": 0.1, "reverse_kl": 0.9}),
+        ("total-variation", {"hard": 0.1, "total_variation": 0.9}),
+        ("acceptance", {"hard": 0.1, "acceptance": 0.9}),
+        ("forward-kl-total-variation", {"forward_kl": 0.5, "total_variation": 0.5}),
+    ):
+        points[f"loss-{name}"] = {
+            f"loss.objective.{part}": weights.get(part, 0.0)
+            for part in ("hard", "forward_kl", "reverse_kl", "total_variation", "acceptance")
+        }
+    for size in (100 if tiny else 8192, 0):
+        points[f"vocabulary-{size or 'whole'}"] = {"drafter.draft_vocab_size": size}
+    for block in (3, 8) if tiny else (4, 8):
+        points[f"block-{block}"] = {"drafter.block_size": block}
+    return points
