@@ -92,11 +92,8 @@ def command(
     Args:
       config: as --config had it, with its variant. given: flags --config.FIELD=VALUE for all points.
     """
-    shared = (
-        []
-        if any(arg.startswith(f"--config.{_SHARED}=") for arg in given)
-        else [f"--config.{_SHARED}={workdir / 'data'}"]
-    )
+    placed = any(arg.startswith(f"--config.{_SHARED}=") for arg in given)
+    shared = [] if placed else [f"--config.{_SHARED}={workdir / 'data'}"]
     own = [f"--config.{field}={value}" for field, value in fields.items()]
     return [sys.executable, str(train), f"--config={config}", f"--workdir={workdir / name}", *shared, *given, *own]
 

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from dflash_jax.config import ConfigError, from_config_dict
-from dflash_jax.training.from_config import configured_drafter
+from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.losses import LossConfig
 from dflash_jax.training.sweep import check_point, command, read_sweep, result, summary
 from tests.training import toy
@@ -63,7 +63,7 @@ def test_every_ablation_is_a_command_that_train_understands(variant, target, mon
             config.data.directory, config.seed = base.data.directory, base.seed
         changed = config.to_json() != base.to_json()
         assert changed == bool(fields), name
-        loss, draft = from_config_dict(LossConfig, config.loss), configured_drafter(config, target)
+        loss, draft = from_config_dict(LossConfig, config.loss), configured_drafter(config.drafter, target)
         assert len(config.drafter.init_layers) == draft.num_layers
         seen.add((repr(loss), repr(draft), config.drafter.draft_vocab_size))
     assert len(seen) == len(points)  # no two points are the same run
