@@ -1,9 +1,12 @@
 """Cached target features: for every token of every sample the tapped and the final hidden states.
 
-A frozen target sees each sample once; training then reads from disk. The cache is a folder with two arrays that
-grow (tensorstore, zarr v3, bfloat16: residual streams reach magnitudes near float16's limit), an index of finished
-samples and a manifest. A sample is found by the hash of its tokens, and the manifest pins target, weights, tokenizer
-and taps, so that nothing stale is ever read.
+A frozen target sees each sample once; training then reads from disk. The cache is a folder with a manifest and parts,
+one for each process that writes, so that the processes of a pod write at the same time. A part holds two arrays that
+grow (tensorstore, zarr v3, bfloat16: residual streams reach magnitudes near float16's limit) and an index of finished
+samples; the first part is the folder itself.
+
+Nothing stale is ever read: the manifest pins target, weights, dtype, tokenizer and taps, and a sample is found by the
+hash of its tokens. A chat template or its options come in through the tokens alone: other renderings, other samples.
 """
 
 from __future__ import annotations
@@ -52,6 +55,81 @@ def sample_key(sample: Sample) -> str:
     return hashlib.sha256(np.ascontiguousarray(sample.token_S, dtype="<i4").tobytes()).hexdigest()[:24]
 
 
+class _Part:
+    """What one process has written: arrays `taps` and `hidden`, and which rows belong to which sample.
+
+    Attributes:
+      where: key -> (first row, number of rows).
+      num_tokens: rows of each array that hold finished samples.
+    """
+
+    def __init__(self, path: pathlib.Path, taps_size: int, hidden_size: int):
+        self.path, self._widths = path, {"taps": taps_size, "hidden": hidden_size}
+        self.where: dict[str, tuple[int, int]] = {}
+        self.num_tokens = 0
+        self._index_bytes = 0  # of complete lines
+        self._arrays: dict[str, tensorstore.TensorStore] = {}
+        self._read_index()
+
+    def _array(self, name: str, writes: bool = False) -> tensorstore.TensorStore:
+        if name not in self._arrays:
+            width = self._widths[name]
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(self.path / name)},
+                "metadata": {
+                    "data_type": "bfloat16",
+                    "shape": [_NOMINAL_ROWS, width],
+                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [_CHUNK_ROWS, width]}},
+                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],  # bfloat16: no compression
+                    "fill_value": 0.0,
+                },
+            }
+            self._arrays[name] = tensorstore.open(spec, open=True, create=writes).result()
+        return self._arrays[name]
+
+    def _read_index(self) -> None:
+        file = self.path / _INDEX
+        if not file.exists():
+            return
+        with open(file, "rb") as f:
+            for line in f:
+                if not line.endswith(b"\n"):
+                    break  # cut off by a kill: that batch is computed again
+                self._index_bytes += len(line)
+                self._add(json.loads(line)["samples"])
+
+    def _add(self, entries: Sequence[tuple[str, int]]) -> None:
+        for key, length in entries:
+            self.where[key] = (self.num_tokens, length)
+            self.num_tokens += length
+
+    def append(self, entries: Sequence[tuple[str, int]], taps_RxTD: np.ndarray, hidden_RxD: np.ndarray) -> None:
+        """Writes rows; they are in the index only once the arrays are flushed."""
+        rows = slice(self.num_tokens, self.num_tokens + len(taps_RxTD))
+        writes = [
+            self._array(name, writes=True)[rows].write(x.astype(ml_dtypes.bfloat16))
+            for name, x in (("taps", taps_RxTD), ("hidden", hidden_RxD))
+        ]
+        for write in writes:
+            write.result()
+        with open(self.path / _INDEX, "ab") as f:
+            f.truncate(self._index_bytes)  # drops a half-written last line
+            f.write(json.dumps({"samples": entries}).encode() + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
+            self._index_bytes = f.tell()
+        self._add(entries)
+
+    def read(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        first, length = self.where[key]
+        taps = self._array("taps")[first : first + length].read()
+        return taps.result(), self._array("hidden")[first : first + length].read().result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrays": {}}  # a worker process opens them anew
+
+
 class FeatureStore:
     """Features on disk.
 
@@ -59,12 +137,16 @@ class FeatureStore:
       path: the folder.
       fingerprint: None takes the store as it is; else it must be the one that the store was made with. With
         `create` a missing store is made.
+      part: number of the part that `append` writes to; each process that writes has its own.
 
     Raises:
       StoreError: no store there, or its fingerprint differs (names the field).
     """
 
-    def __init__(self, path: str | pathlib.Path, fingerprint: Mapping[str, Any] | None = None, *, create: bool = False):
+    def __init__(
+        self, path: str | pathlib.Path, fingerprint: Mapping[str, Any] | None = None, *, create: bool = False,
+        part: int = 0,
+    ):  # fmt: skip
         self.path = pathlib.Path(path)
         manifest = self.path / _MANIFEST
         if not manifest.exists():
@@ -83,51 +165,24 @@ class FeatureStore:
             refuse_difference(f"feature store {self.path}", self.fingerprint, json.loads(json.dumps(fingerprint)))
         self.hidden_size: int = self.fingerprint["hidden_size"]
         self.taps_size: int = self.hidden_size * len(self.fingerprint["tap_ids"])
-        self._taps = self._array("taps", self.taps_size)
-        self._hidden = self._array("hidden", self.hidden_size)
-        self._where: dict[str, tuple[int, int]] = {}  # key -> (first row, rows)
-        self._next_row = 0
-        self._index_bytes = 0  # of complete lines
-        self._read_index()
-
-    def _array(self, name: str, width: int) -> tensorstore.TensorStore:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": str(self.path / name)},
-            "metadata": {
-                "data_type": "bfloat16",
-                "shape": [_NOMINAL_ROWS, width],
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [_CHUNK_ROWS, width]}},
-                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],  # bfloat16 does not compress
-                "fill_value": 0.0,
-            },
-        }
-        return tensorstore.open(spec, open=True, create=True).result()
-
-    def _read_index(self) -> None:
-        file = self.path / _INDEX
-        if not file.exists():
-            return
-        with open(file, "rb") as f:
-            for line in f:
-                if not line.endswith(b"\n"):
-                    break  # cut off by a kill: that batch is computed again
-                self._index_bytes += len(line)
-                row = json.loads(line)
-                for key, length in row["samples"]:
-                    self._where[key] = (self._next_row, length)
-                    self._next_row += length
+        own = part_folder(self.path, part)
+        folders = {self.path, own, *self.path.glob("part-*")}
+        parts = {folder: _Part(folder, self.taps_size, self.hidden_size) for folder in sorted(folders)}
+        self._own, self._parts = parts[own], list(parts.values())
 
     def __contains__(self, sample: Sample) -> bool:
-        return sample_key(sample) in self._where
+        return self._part_of(sample_key(sample)) is not None
 
     def __len__(self) -> int:
-        return len(self._where)
+        return sum(len(part.where) for part in self._parts)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of each array that hold finished samples."""
-        return self._next_row
+        """Rows of the arrays of all parts that hold finished samples."""
+        return sum(part.num_tokens for part in self._parts)
+
+    def _part_of(self, key: str) -> _Part | None:
+        return next((part for part in self._parts if key in part.where), None)
 
     def append(self, samples: Sequence[Sample], taps: Sequence[np.ndarray], hidden: Sequence[np.ndarray]) -> None:
         """Writes the features of some samples; they are in the index only once the arrays are flushed.
@@ -135,24 +190,8 @@ class FeatureStore:
         Args:
           taps, hidden: [S, T*D] and [S, D] a sample.
         """
-        first = self._next_row
-        last = first + sum(s.length for s in samples)
-        writes = [
-            array[first:last].write(np.concatenate(parts).astype(ml_dtypes.bfloat16))
-            for array, parts in ((self._taps, taps), (self._hidden, hidden))
-        ]
-        for write in writes:
-            write.result()
         entries = [(sample_key(s), s.length) for s in samples]
-        with open(self.path / _INDEX, "ab") as f:
-            f.truncate(self._index_bytes)  # drops a half-written last line
-            f.write(json.dumps({"samples": entries}).encode() + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
-            self._index_bytes = f.tell()
-        for key, length in entries:
-            self._where[key] = (self._next_row, length)
-            self._next_row += length
+        self._own.append(entries, np.concatenate(taps), np.concatenate(hidden))
 
     def read(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(taps_SxTD, hidden_SxD), bfloat16, of a sample.
@@ -160,15 +199,19 @@ class FeatureStore:
         Raises:
           StoreError: the sample has no features here.
         """
-        where = self._where.get(sample_key(sample))
-        if where is None:
+        key = sample_key(sample)
+        part = self._part_of(key)
+        if part is None:
             raise StoreError(
                 f"feature store {self.path} has nothing for sample {sample.id} (another cut or newer than the store); "
                 "run compute_features on these samples"
             )
-        first, length = where
-        taps = self._taps[first : first + length].read()
-        return taps.result(), self._hidden[first : first + length].read().result()
+        return part.read(key)
+
+
+def part_folder(path: pathlib.Path, part: int) -> pathlib.Path:
+    """Where a part lies."""
+    return path / f"part-{part}" if part else path
 
 
 def compute_features(
@@ -178,13 +221,17 @@ def compute_features(
     tap_ids: Sequence[int],
     *,
     tokens_per_batch: int = 2048,
+    part: int = 0,
+    parts: int = 1,
     progress: bool = True,
 ) -> FeatureStore:
     """Fills a feature store with what is missing for these samples and returns it.
 
-    It may be killed at any time and called again, also with more samples than before.
+    It may be killed at any time and called again, also with more samples than before, or with another number of parts.
 
     Args:
+      part, parts: this process's number and how many compute at the same time: each does the samples whose keys fall to
+        it and writes a part of its own. Once all are done, a `FeatureStore` that is opened anew has everything.
       tap_ids: 0-based layers whose output is kept, ascending.
       tokens_per_batch: tokens of one target call, padding included; a longer sample is a call of its own.
 
@@ -201,17 +248,21 @@ def compute_features(
             raise ConfigError(
                 f"sample {sample.id} has {sample.length} tokens, the target's context is {target.config.max_positions}"
             )
+    if not 0 <= part < parts:
+        raise ConfigError(f"part is {part}, must lie in [0, {parts})")
     fingerprint = feature_fingerprint(target, tap_ids)
-    pathlib.Path(path).mkdir(parents=True, exist_ok=True)
-    with open(pathlib.Path(path) / _LOCK, "w") as lock:
+    folder = part_folder(pathlib.Path(path), part)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StoreError(
-                f"feature store {path} is being written by another process; wait for it or stop it"
+                f"feature store {folder} is being written by another process; wait for it or stop it"
             ) from error
-        store = FeatureStore(path, fingerprint, create=True)
-        _fill(store, target, samples, tap_ids, tokens_per_batch, progress)
+        store = FeatureStore(path, fingerprint, create=True, part=part)
+        own = samples if parts == 1 else [s for s in samples if int(sample_key(s), 16) % parts == part]
+        _fill(store, target, own, tap_ids, tokens_per_batch, progress)
     return store
 
 
@@ -222,20 +273,29 @@ def _fill(
     missing = {sample_key(s): s for s in samples if s not in store}
     total, done = sum(s.length for s in missing.values()), 0
     start = shown = time.perf_counter()
-    for batch, token_BxS in _batches(list(missing.values()), tokens_per_batch):
-        with sharding.use(target.mesh):
-            features = _features(target.graphdef, target.params, token_BxS, tap_ids)
-        taps_BxSxTD, hidden_BxSxD = jax.device_get(features)
+
+    def write(batch: Sequence[Sample], computed: tuple[jax.Array, jax.Array]) -> None:
+        taps_BxSxTD, hidden_BxSxD = jax.device_get(computed)
         store.append(
             batch,
             [taps_BxSxTD[i, : s.length] for i, s in enumerate(batch)],
             [hidden_BxSxD[i, : s.length] for i, s in enumerate(batch)],
         )
+
+    pending: tuple[Sequence[Sample], tuple[jax.Array, jax.Array]] | None = None
+    for batch, token_BxS in _batches(list(missing.values()), tokens_per_batch):
+        with sharding.use(target.mesh):
+            computed = _features(target.graphdef, target.params, token_BxS, tap_ids)
+        if pending is not None:  # written while the device computes the next batch
+            write(*pending)
+        pending = batch, computed
         done += sum(s.length for s in batch)
         now = time.perf_counter()
         if progress and (now - shown >= LOG_EVERY_S or done == total):
             shown, rate = now, done / (now - start)
             logging.info("features %d/%d tokens, %.0f tokens/s, %.0f s left", done, total, rate, (total - done) / rate)
+    if pending is not None:
+        write(*pending)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

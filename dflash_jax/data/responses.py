@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -391,7 +392,7 @@ def refuse_difference(where: str, stored: Mapping[str, Any], wanted: Mapping[str
 
 def write_atomically(file: pathlib.Path, text: str) -> None:
     """Writes a whole file or nothing."""
-    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    scratch = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")  # pids repeat on the hosts of a shared disk
     with open(scratch, "w", encoding="utf-8") as f:
         f.write(text)
         f.flush()

@@ -18,13 +18,14 @@ from absl import logging
 
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import make_iterator
-from dflash_jax.data.features import compute_features
+from dflash_jax.data.features import FeatureStore, compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
 from dflash_jax.data.prompts import Counts, mixture
 from dflash_jax.data.regenerate import regenerate, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
 from dflash_jax.models.target import Target
+from dflash_jax.training import processes
 
 
 class BatchIterator(Protocol):
@@ -92,6 +93,8 @@ class DataConfig:
       directory: where stores and features lie; "" is `data` in the workdir.
       features: cache taps and final states on disk (cheap steps); False runs the target in every step (no disk,
         the choice when the target is large and the accelerator fast).
+      workers: processes that read batches, each with its own copy of the samples; 0: threads of this one. Threads do
+        unless features are read from a slow disk.
       seed: of prompts and of the order of samples.
     """
 
@@ -103,25 +106,63 @@ class DataConfig:
     directory: str = ""
     features: bool = True
     packing: bool = False
+    workers: int = 0
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.answers or self.natural or self.stores):
             raise ConfigError("data has neither answers, natural nor stores: there is nothing to train on")
+        if self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}, must be at least 0")
 
 
 def open_training_data(
     values: Mapping[str, Any], target: Target, tap_ids: Sequence[int], workdir: pathlib.Path
 ) -> TrainingData:
-    """Makes what is missing of answers and features, and opens the batches.
+    """Makes what is missing of answers and features, and opens the batches. Every process calls it.
 
     Args:
       values: the `data` section of a config; see `DataConfig`.
       tap_ids: target layers whose states the drafter reads.
     """
     config = from_config_dict(DataConfig, values)
+    count = jax.process_count()
+    if config.batch_size % count:
+        raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {count} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
+    stores = processes.in_turn(lambda: _answer(config, target, directory))
+    samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
+    supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
+    logging.info("%d samples, %d supervised tokens", len(samples), supervised)
+    # A folder a choice of taps: runs that share the answers may differ in them.
+    folder = directory / "-".join(["features", *map(str, tap_ids)])
+    features = _features(target, samples, folder, tap_ids) if config.features else None
+    batches = make_iterator(
+        samples, features, batch_size=config.batch_size // count, seq_len=config.seq_len, seed=config.seed,
+        packing=config.packing, process_index=jax.process_index(), process_count=count,
+        num_workers=config.workers,
+    )  # fmt: skip
+    if config.packing:
+        _report_packing(samples, config.seq_len, config.seed)
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(np.ascontiguousarray(sample.token_S, "<i4").tobytes())
+    facts = {
+        "samples": len(samples),
+        "tokens_sha256": digest.hexdigest()[:16],
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+        "packing": config.packing,
+        "workers": config.workers,  # the saved position is one of each
+        "processes": count,
+    }
+    return TrainingData(batches, samples, facts)
+
+
+def _answer(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Fills the stores of answers and natural text; all folders that samples are read from."""
     stores = [pathlib.Path(path) for path in config.stores]
     for name, fields in config.answers.items():
         answers = from_config_dict(AnswerConfig, fields)
@@ -138,37 +179,19 @@ def open_training_data(
             target, prompts, stores[-1], chat_template_kwargs=config.chat_template_kwargs
         )  # fmt: skip
         logging.info("natural text: %s", report)
+    return stores
 
-    samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
-    supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
-    logging.info("%d samples, %d supervised tokens", len(samples), supervised)
-    features = None
-    if config.features:
-        # A folder a choice of taps: runs that share the answers may differ in them.
-        name = "-".join(["features", *map(str, tap_ids)])
-        features = compute_features(target, samples, directory / name, tap_ids)
-    processes = jax.process_count()
-    if config.batch_size % processes:
-        raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {processes} processes")
-    batches = make_iterator(
-        samples, features, batch_size=config.batch_size // processes, seq_len=config.seq_len, seed=config.seed,
-        packing=config.packing, process_index=jax.process_index(), process_count=processes,
-    )  # fmt: skip
-    if config.packing:
-        _report_packing(samples, config.seq_len, config.seed)
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(np.ascontiguousarray(sample.token_S, "<i4").tobytes())
-    facts = {
-        "samples": len(samples),
-        "tokens_sha256": digest.hexdigest()[:16],
-        "batch_size": config.batch_size,
-        "seq_len": config.seq_len,
-        "seed": config.seed,
-        "packing": config.packing,
-        "processes": processes,
-    }
-    return TrainingData(batches, samples, facts)
+
+def _features(
+    target: Target, samples: Sequence[Sample], path: pathlib.Path, tap_ids: Sequence[int]
+) -> FeatureStore:  # fmt: skip
+    """All processes compute at the same time, each its share."""
+    part, parts = jax.process_index(), jax.process_count()
+    store = compute_features(target, samples, path, tap_ids, part=part, parts=parts)
+    if parts == 1:
+        return store
+    processes.all_done("features")
+    return FeatureStore(path, store.fingerprint)
 
 
 def _report_packing(samples: Sequence[Sample], seq_len: int, seed: int) -> None:

@@ -114,9 +114,7 @@ def train(
     check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
     own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
     if data is None:
-        data = processes.in_turn(
-            lambda: open_training_data(config.data.to_dict(), own, draft.target_layer_ids, workdir)
-        )  # fmt: skip
+        data = open_training_data(config.data.to_dict(), own, draft.target_layer_ids, workdir)
     if evaluate is None:
         evaluate = open_evaluation(config.evaluation.to_dict(), own)
 

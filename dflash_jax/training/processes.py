@@ -37,6 +37,12 @@ def in_turn(make: Callable[[], T]) -> T:
     return result
 
 
+def all_done(what: str) -> None:
+    """Returns once every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
 def here(target: Target) -> Target:
     """The target on this process's devices alone: it decodes and measures without the other processes.
 

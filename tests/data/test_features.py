@@ -1,5 +1,7 @@
 """Cached features: equal to the target's, never stale, resumable, growing."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,35 @@ def test_features_resume_and_grow(target, samples, store, tmp_path, monkeypatch)
     assert not computed
 
 
+def test_processes_write_parts_at_the_same_time_and_read_all_of_them(target, samples, store, tmp_path):
+    """Three in parallel, none of which sees the others' samples; then one alone finds nothing left to do."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        futures = [
+            pool.submit(compute_features, target, samples, tmp_path, TAPS, tokens_per_batch=256, part=i, parts=3)
+            for i in range(3)
+        ]
+        written = [future.result()._own for future in futures]
+    assert sum(len(part.where) for part in written) == 13 and all(part.where for part in written)
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} >= {"part-1", "part-2", "taps", "hidden"}
+    whole = FeatureStore(tmp_path, feature_fingerprint(target, TAPS))
+    assert len(whole) == 13 and whole.num_tokens == store.num_tokens
+    for s in samples:
+        for a, b in zip(whole.read(s), store.read(s), strict=True):
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=0.02, rtol=0.01)
+    more = [*samples, *tiny.samples(5, longest=30, seed=4)]
+    for parts in (2, 1):  # with another number of processes only what is new is computed
+        for i in range(parts):
+            compute_features(target, more, tmp_path, TAPS, part=i, parts=parts)
+        assert len(FeatureStore(tmp_path)) == 18
+    assert FeatureStore(tmp_path).num_tokens == sum(s.length for s in more)
+
+
+def test_another_rendering_is_another_sample(target, samples, store):
+    """Features are found by the tokens themselves: a changed template can not be served old states."""
+    changed = features.Sample("s0", np.concatenate([[9], samples[0].token_S]), np.append(False, samples[0].loss_mask_S))
+    assert samples[0] in store and changed not in store
+
+
 def test_two_writers_are_refused(target, samples, store):
     import fcntl
 
@@ -120,6 +151,8 @@ def test_bad_requests_are_named(target, samples, tmp_path):
     for taps in ((), (2, 0), (0, 3), (-1, 1)):
         with pytest.raises(ConfigError, match="tap_ids is"):
             compute_features(target, samples, tmp_path, taps)
+    with pytest.raises(ConfigError, match=r"part is 2, must lie in \[0, 2\)"):
+        compute_features(target, samples, tmp_path, TAPS, part=2, parts=2)
     with pytest.raises(ConfigError, match="s0 has 300 tokens, the target's context is 256"):
         long = features.Sample("s0", np.zeros(300, np.int32), np.ones(300, bool))
         compute_features(target, [long], tmp_path, TAPS)
