@@ -27,16 +27,8 @@ from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import abstract_model
 from dflash_jax.training.objectives import LossConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    init_state,
-    make_loss,
-    make_optimizer,
-    make_train_step,
-    put_batch,
-)
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.step import Frozen, StepConfig, init_state, make_loss, make_train_step, put_batch
 
 
 class Trainer:

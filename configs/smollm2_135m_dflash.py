@@ -67,6 +67,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.seed = 0
 
     config.step = ConfigDict({"num_anchors": 32, "accumulation": 1, "compute_dtype": "float32"})
+    config.step.remat = "none"  # or "dots", "layers": less memory, more computing
     config.loss = ConfigDict()
     config.loss.objective = ConfigDict(
         {"hard": 0.1, "forward_kl": 0.9, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}
@@ -76,6 +77,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.loss.dpace_alpha = 0.5  # read by the three "dpace" kinds
     config.loss.chunk_slots = 256
     config.optimizer = ConfigDict()
+    config.optimizer.kind = "adamw"  # or "muon"
     config.optimizer.learning_rate = 8e-4
     config.optimizer.total_steps = 3000
     config.optimizer.warmup_steps = 100

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.kernels.anchor_attention import anchor_attention
 from dflash_jax.models.layers import rope_table
+
+# What is kept of a layer between the forward and the backward pass; the rest is computed again.
+_REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda run: run,  # everything that the backward pass reads
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "layers": jax.checkpoint,  # its input alone
+}
+REMAT = tuple(_REMAT)
 
 
 def block_forward(
@@ -21,6 +33,7 @@ def block_forward(
     block_size: int,
     position_BxS: jax.Array | None = None,
     document_BxS: jax.Array | None = None,
+    remat: str = "none",
 ) -> jax.Array:
     """What the head reads of every slot of every block, [B, A, K, E]: normed, in the target's width.
 
@@ -31,6 +44,7 @@ def block_forward(
       anchor_BxA, keep_BxA: rows of the anchors; padding blocks give some finite number that must not count.
       position_BxS: positions for the rotary embedding, 0 .. S-1 where None (packed rows restart).
       document_BxS: see `anchor_attention`.
+      remat: one of `REMAT`: what of a layer is kept for the backward pass. Values are the same.
     """
     config = drafter.config
     b, s = token_BxS.shape
@@ -53,7 +67,10 @@ def block_forward(
         return rows_BxGxMxH.reshape(b, g, a, k, h).swapaxes(1, 2)
 
     for i, layer in enumerate(drafter.layers):
-        with jax.named_scope(f"draft_layer_{i}"):
+        graphdef, params = nnx.split(layer)
+
+        def run(params, x_BxMxD, feature_BxSxD, graphdef=graphdef):
+            layer = nnx.merge(graphdef, params)
             attention = layer.attention
             u_BxMxD = layer.attention_norm(x_BxMxD)
             q_BxMxNxH = attention.queries(u_BxMxD, block_rope)
@@ -66,5 +83,8 @@ def block_forward(
                 visibility_KxK=attention.visibility(k), window=attention.window,
                 scale=attention.scale, document_BxS=document_BxS,
             )  # fmt: skip
-            x_BxMxD = layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
+            return layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
+
+        with jax.named_scope(f"draft_layer_{i}"):
+            x_BxMxD = _REMAT[remat](run)(params, x_BxMxD, feature_BxSxD)
     return drafter.for_head(x_BxMxD).reshape(b, a, k, -1)

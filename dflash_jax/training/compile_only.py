@@ -25,14 +25,13 @@ from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
 from dflash_jax.training.adapter import check_trunk, configured_drafter, trainable
 from dflash_jax.training.initialise import Statistics, coordinate_units
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dflash_jax.training.step import (
     Frozen,
-    OptimizerConfig,
     StepConfig,
     TrainState,
     init_state,
     make_loss,
-    make_optimizer,
     make_train_step,
     state_shardings,
 )
@@ -114,7 +113,7 @@ def abstract_train_step(
     )
     state = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        state, state_shardings(state, optimizer, mesh),
+        state, state_shardings(state, mesh),
     )  # fmt: skip
 
     target_graphdef, target_params = laid_out(mesh, Transformer, target, dtype)

@@ -37,19 +37,10 @@ from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, op
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.interrupts import stop_signal
 from dflash_jax.training.metrics import MetricsWriter, check_wandb, summarise
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dflash_jax.training.profiling import Profile, peak_device_bytes
 from dflash_jax.training.run_config import RunConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    TrainState,
-    init_state,
-    make_loss,
-    make_optimizer,
-    make_train_step,
-    put_batch,
-)
+from dflash_jax.training.step import Frozen, StepConfig, TrainState, init_state, make_loss, make_train_step, put_batch
 from dflash_jax.training.watch import Explosion, TrainingDiverged, warn_if_apart
 
 

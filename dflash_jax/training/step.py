@@ -17,47 +17,10 @@ from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_con
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training.anchors import gather_rows, sample_anchors, slot_labels
-from dflash_jax.training.block_forward import block_forward
+from dflash_jax.training.block_forward import REMAT, block_forward
 from dflash_jax.training.losses import HeadMath, LossSums, block_loss
 from dflash_jax.training.objectives import LossConfig, position_weights
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with global-norm clipping and a linear warm-up into a cosine.
-
-    Attributes:
-      learning_rate: the peak. warmup_steps: from 0 to the peak.
-      final_fraction: of the peak, reached at total_steps and kept.
-      weight_decay: on matrices, not on norm scales or biases.
-      ema_decay: of the parameters' exponential moving average, by optimiser step; 0 keeps none. See `moving_average`.
-    """
-
-    learning_rate: float = 1e-3
-    warmup_steps: int = 100
-    total_steps: int = 10_000
-    final_fraction: float = 0.05
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    ema_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be positive")
-        if not 0 <= self.warmup_steps < self.total_steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps is {self.warmup_steps}, must lie in [0, total_steps = {self.total_steps})"
-            )
-        if self.clip_norm <= 0:
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}, must be positive")
-        if not 0 <= self.ema_decay < 1:
-            raise ConfigError(
-                f"optimizer.ema_decay is {self.ema_decay}, must lie in [0, 1): 0 keeps no average, 0.999 one over "
-                "about a thousand steps"
-            )
+from dflash_jax.training.optimizer import OptimizerConfig, moving_average, schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +30,11 @@ class StepConfig:
     Attributes:
       num_anchors: blocks a row. block_size: slots a block, anchor included.
       accumulation: parts that a batch is cut into, one after another; the result is that of one part.
-      compute_dtype: of activations and of the parameters' working copy; masters and moments are float32.
+      compute_dtype: of activations and of the parameters' working copy; masters, moments, logits and all sums are
+        float32.
+      remat: what of each drafter layer is kept for the backward pass: "none" computes nothing again, "layers" keeps a
+        layer's input alone, "dots" also the results of its matrix products with weights. The target needs none: nothing
+        is differentiated through it, so each of its layers is gone once the next has run.
     """
 
     num_anchors: int
@@ -75,6 +42,7 @@ class StepConfig:
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     accumulation: int = 1
     compute_dtype: str = "float32"
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         if self.num_anchors < 1:
@@ -85,6 +53,8 @@ class StepConfig:
             raise ConfigError(f"accumulation is {self.accumulation}, must be at least 1")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"compute_dtype is {self.compute_dtype!r}, must be 'float32' or 'bfloat16'")
+        if self.remat not in REMAT:
+            raise ConfigError(f"step.remat is {self.remat!r}, must be one of {', '.join(REMAT)}")
 
     @classmethod
     def of(cls, step: Mapping[str, Any], loss: Mapping[str, Any], block_size: int) -> StepConfig:
@@ -129,46 +99,6 @@ class Frozen:
     whole_head_DxV: jax.Array | None = None
 
 
-def schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate by step."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.total_steps,
-        end_value=config.learning_rate * config.final_fraction,
-    )
-
-
-def make_optimizer(config: OptimizerConfig, unit: Any = None, trainable: Any = None) -> optax.GradientTransformation:
-    """Clip, AdamW, schedule.
-
-    Args:
-      unit: None, or a tree like the parameters of factors (broadcastable): parameter = factor * coordinate,
-        and clipping and Adam work on the coordinates. For kernels whose inputs are not of unit scale, see
-        `initialise.coordinate_units`.
-      trainable: None, or a tree like the parameters of bools: weights that do not train do not decay either.
-    """
-
-    def mask(params: Any) -> Any:
-        matrices = jax.tree.map(lambda x: x.ndim > 1, params)
-        return matrices if trainable is None else jax.tree.map(lambda a, b: a and b, matrices, trainable)
-
-    def scaled() -> optax.GradientTransformation:
-        if unit is None:
-            return optax.identity()
-        return optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, unit))
-
-    return optax.chain(
-        scaled(),  # gradient by coordinate
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.b1, config.b2, config.eps),
-        scaled(),  # step of the coordinate as one of the parameter
-        optax.add_decayed_weights(config.weight_decay, mask),
-        optax.scale_by_learning_rate(schedule(config)),
-    )
-
-
 def init_state(
     params: nnx.State, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None, ema: bool = False
 ) -> TrainState:
@@ -187,11 +117,15 @@ def init_state(
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed), average)
     if mesh is None:
         return state
-    return jax.tree.map(sharding.put, state, state_shardings(state, optimizer, mesh))
+    return jax.tree.map(sharding.put, state, state_shardings(state, mesh))
 
 
-def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState of shardings: parameters and moments by their logical axes, the rest replicated."""
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """A TrainState of shardings: parameters and moments by their logical axes, the rest replicated.
+
+    A moment is an array of the optimiser's state that lies where its parameter lies in the tree of parameters, whatever
+    chains and partitions are around it.
+    """
     whole = sharding.replicated(mesh)
 
     def by_axes(variable):
@@ -199,19 +133,17 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
         return variable.replace(sharding.named_sharding(mesh, axes, variable.get_value().shape))
 
     params = jax.tree.map(by_axes, state.params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    moments = optax.tree.map_params(
-        optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: whole
-    )
+    own = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    layout = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def of_its_parameter(path, x):
+        for start in range(len(path)):  # the longest tail first
+            if own.get(path[start:]) == x.shape:
+                return layout[path[start:]]
+        return whole
+
+    moments = jax.tree_util.tree_map_with_path(of_its_parameter, state.opt_state)
     return TrainState(params, moments, whole, whole, None if state.ema is None else params)
-
-
-def moving_average(average: Any, params: Any, decay: float) -> Any:
-    """decay * average + (1 - decay) * params, leaf by leaf, in float32 whatever dtype the parameters have.
-
-    In bfloat16 an average would stand still from a decay of 0.998 on: the step is below half a unit in the last place.
-    """
-    # Widened before the product: (1 - decay) * x in the dtype of x would be rounded to it.
-    return jax.tree.map(lambda a, x: a + (1.0 - decay) * (x.astype(jnp.float32) - a), average, params)
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
@@ -292,7 +224,16 @@ def make_loss(
         drafter = nnx.merge(drafter_graphdef, working)
         shared = frozen.shared.replace(embedding_VxD=frozen.shared.embedding_VxD.astype(dtype))
         hidden_BxAxKxD = block_forward(
-            drafter, shared, token_BxS, taps_BxSxTD.astype(dtype), anchor_BxA, keep_BxA, k, position_BxS, document_BxS
+            drafter,
+            shared,
+            token_BxS,
+            taps_BxSxTD.astype(dtype),
+            anchor_BxA,
+            keep_BxA,
+            k,
+            position_BxS,
+            document_BxS,
+            config.remat,
         )
         weight_BxAxJ = jnp.broadcast_to(position_weights(config.loss, k)[None, None], label_BxAxJ.shape)
         return block_loss(
@@ -394,7 +335,7 @@ def make_train_step(
         return jax.jit(train_step, donate_argnums=0)
 
     def placed_step(state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]):
-        layout = state_shardings(state, optimizer, mesh)
+        layout = state_shardings(state, mesh)
         state, metrics = train_step(state, frozen, batch)
         return jax.lax.with_sharding_constraint((state, metrics), (layout, _everywhere(metrics, mesh)))
 

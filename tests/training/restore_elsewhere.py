@@ -21,17 +21,8 @@ from dflash_jax.models.target import place, random_target
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, flatten
 from dflash_jax.training.objectives import LossConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    TrainState,
-    init_state,
-    make_loss,
-    make_optimizer,
-    make_train_step,
-    put_batch,
-)
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.step import Frozen, StepConfig, TrainState, init_state, make_loss, make_train_step, put_batch
 from tests.training import toy
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, total_steps=100, ema_decay=0.9)

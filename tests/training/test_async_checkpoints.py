@@ -14,7 +14,8 @@ import pytest
 from orbax.checkpoint._src.path import atomicity
 
 from dflash_jax.training.checkpointing import Checkpoints, flatten
-from dflash_jax.training.step import OptimizerConfig, init_state, make_optimizer
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.step import init_state
 from tests.training import test_resume, toy
 
 ROOT = pathlib.Path(__file__).parents[2]

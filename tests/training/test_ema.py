@@ -16,16 +16,9 @@ from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, flatten
 from dflash_jax.training.loop import train
 from dflash_jax.training.losses import LossSums
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer, moving_average
 from dflash_jax.training.run_config import RunConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    init_state,
-    make_optimizer,
-    make_train_step,
-    moving_average,
-)
+from dflash_jax.training.step import Frozen, StepConfig, init_state, make_train_step
 from tests.training import toy
 
 

@@ -112,7 +112,7 @@ def test_b92_chunked_equals_dense_in_bfloat16():
     args = inputs(jnp.bfloat16)
     (value, _), grad = chunked_with_grad(math, *args)
     (expected, _), expected_grad = dense_with_grad(math, *args)
-    np.testing.assert_allclose(value, expected, rtol=2e-2)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)  # logits, laws and sums are float32
     scale = np.abs(np.asarray(expected_grad, np.float32)).max()
     np.testing.assert_allclose(
         np.asarray(grad, np.float32) / scale, np.asarray(expected_grad, np.float32) / scale, atol=2e-2

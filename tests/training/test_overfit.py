@@ -9,16 +9,8 @@ from dflash_jax.checkpoints.load_drafter import bind_drafter, shared_weights
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.decoding.generate import generate
 from dflash_jax.training.objectives import LossConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    init_state,
-    make_loss,
-    make_optimizer,
-    make_train_step,
-    put_batch,
-)
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.step import Frozen, StepConfig, init_state, make_loss, make_train_step, put_batch
 from tests.training import toy
 
 PROMPT, ANSWER, BLOCK = 7, 41, 5

@@ -17,7 +17,8 @@ from dflash_jax.config import ConfigError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint, flatten
 from dflash_jax.training.loop import train
-from dflash_jax.training.step import OptimizerConfig, init_state, make_optimizer
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.step import init_state
 from dflash_jax.training.watch import TrainingDiverged
 from tests.training import toy
 

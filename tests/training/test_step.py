@@ -1,5 +1,6 @@
 """One update: how a batch is cut does not matter, what is frozen stays, what is not finite changes nothing."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,17 +14,8 @@ from dflash_jax.models.target import place
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.objectives import LossConfig
-from dflash_jax.training.step import (
-    Frozen,
-    OptimizerConfig,
-    StepConfig,
-    init_state,
-    make_loss,
-    make_optimizer,
-    make_train_step,
-    put_batch,
-    schedule,
-)
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer, schedule
+from dflash_jax.training.step import Frozen, StepConfig, init_state, make_loss, make_train_step, put_batch
 from tests.training import toy
 
 CONFIG = toy.drafter_config()
@@ -166,28 +158,68 @@ def test_learning_from_a_small_batch():
     assert last["sums"].loss < 0.5 * first["sums"].loss
 
 
-def test_bfloat16_compute_keeps_float32_masters():
+def test_bfloat16_compute_keeps_masters_gradients_and_sums_in_float32():
     config = StepConfig(6, CONFIG.block_size, LOSS, compute_dtype="bfloat16")
     loss = make_loss(config, GRAPHDEF, CONFIG, TARGET.config)
     optimizer = make_optimizer(OPTIMIZER, UNIT)
     step = make_train_step(config, loss, optimizer, OPTIMIZER, UNIT)
     state, metrics = step(init_state(PARAMS, optimizer, 0, None), frozen(), put_batch(uneven_batch(), None))
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     _, exact = update(uneven_batch())
+    for leaf, same in zip(jax.tree.leaves(metrics["sums"]), jax.tree.leaves(exact["sums"]), strict=True):
+        assert leaf.dtype == same.dtype
+    moments = {jnp.dtype(x.dtype) for x in jax.tree.leaves((state.params, state.opt_state[2].mu))}
+    assert moments == {jnp.dtype("float32")}
+    # No sum is rounded on its way: this one has digits that bfloat16 has not.
+    assert exact["sums"].denominator != exact["sums"].denominator.astype(jnp.bfloat16)
+    np.testing.assert_allclose(metrics["sums"].denominator, exact["sums"].denominator, rtol=1e-6)
     np.testing.assert_allclose(metrics["sums"].loss, exact["sums"].loss, rtol=3e-2)
 
 
-def test_units_are_a_change_of_coordinates():
+@pytest.mark.parametrize("remat", ["dots", "layers"])
+def test_computing_layers_again_changes_no_number(remat):
+    batch = put_batch(uneven_batch(), None)
+
+    def gradient(remat):
+        loss = make_loss(StepConfig(6, CONFIG.block_size, LOSS, remat=remat), GRAPHDEF, CONFIG, TARGET.config)
+        return jax.jit(jax.value_and_grad(lambda params: loss(params, jax.random.key(0), frozen(), batch).loss))(PARAMS)
+
+    value, grads = gradient(remat)
+    expected, expected_grads = gradient("none")
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, expected_grads)
+
+
+def test_computing_layers_again_keeps_less_for_the_backward_pass():
+    """Bytes that lie between the passes, as traced; what is made of it is the backend's (XLA on CPU saves nothing)."""
+    config = toy.drafter_config(num_layers=6, layer_types=("full_attention",) * 6)
+    graphdef, params = toy.drafter(config)
+    batch = put_batch(toy.batch(rows=2, length=80, starts=(4, 4), ends=(80, 80)), None)
+
+    def kept(remat):
+        loss = make_loss(StepConfig(64, config.block_size, LOSS, remat=remat), graphdef, config, TARGET.config)
+
+        def backward(params):
+            return jax.vjp(lambda params: loss(params, jax.random.key(0), frozen(), batch).loss, params)[1]
+
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(backward, params)))
+
+    none, dots, layers = (kept(remat) for remat in ("none", "dots", "layers"))
+    assert layers < 0.5 * dots and dots < 0.5 * none, (none, dots, layers)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_units_are_a_change_of_coordinates(kind):
     """Dividing taps by their size, and training fc on them, is the same as scaling fc with the units."""
     scale = np.repeat(np.asarray([4.0, 0.5], np.float32), toy.HIDDEN)
     batch = uneven_batch()
     scaled = batch | {"taps_BxSxTD": batch["taps_BxSxTD"] / scale[None, None]}
     config = StepConfig(6, CONFIG.block_size, LOSS)
     loss = make_loss(config, GRAPHDEF, CONFIG, TARGET.config)
+    optimizer_config = dataclasses.replace(OPTIMIZER, kind=kind)
 
     def train(params, unit, batch):
-        optimizer = make_optimizer(OPTIMIZER, unit)
-        step = make_train_step(config, loss, optimizer, OPTIMIZER, unit)
+        optimizer = make_optimizer(optimizer_config, unit)
+        step = make_train_step(config, loss, optimizer, optimizer_config, unit)
         state = init_state(params, optimizer, 0, None)
         for _ in range(3):
             state, metrics = step(state, frozen(), put_batch(batch, None))
@@ -217,6 +249,9 @@ def test_schedule_warms_up_and_decays():
         (lambda: StepConfig(4, 1), "block_size is 1"),
         (lambda: StepConfig(4, 4, accumulation=0), "accumulation is 0"),
         (lambda: StepConfig(4, 4, compute_dtype="float16"), "compute_dtype is 'float16'"),
+        (lambda: StepConfig(4, 4, remat="some"), "step.remat is 'some', must be one of none, dots, layers"),
+        (lambda: OptimizerConfig(kind="sgd"), "optimizer.kind is 'sgd'"),
+        (lambda: OptimizerConfig(momentum=1.0), "optimizer.momentum is 1.0"),
         (lambda: make_loss(StepConfig(4, 6), GRAPHDEF, CONFIG, TARGET.config), "block_size 6 of the step exceeds"),
     ],
 )
