@@ -93,12 +93,17 @@ def experiment(
     config.run.keep_checkpoints = 2
     config.run.stop_after = config_dict.placeholder(int)
     config.run.export_weights = "raw"
+    config.run.max_loss_ratio = 10.0  # of the running median, three steps in a row: the run stops; None: never
+    config.run.max_grad_norm_ratio = config_dict.placeholder(float)
+    config.run.profile_steps = ()  # (first, count): a trace of these steps in WORKDIR/profile
+    config.run.wandb = ConfigDict({"project": "", "entity": "", "name": ""})  # arguments of wandb.init
 
     config.evaluation = ConfigDict()
     config.evaluation.prompts = ConfigDict({"code": 16, "instruction": 8, "reasoning": 8})
     config.evaluation.max_tokens = 512
     config.evaluation.batch_size = 8
     config.evaluation.max_prompt_tokens = 1024
+    config.evaluation.cost_repeats = 20  # of each timed call, for predicted_speedup; 0: no prediction
 
     config.generation = ConfigDict({"max_tokens": 1024, "temperature": 0.0, "seed": 0})
     config.generation.chat_template_kwargs = ConfigDict()

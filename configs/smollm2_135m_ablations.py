@@ -16,21 +16,17 @@ evaluation. Answers are made once, and states once for each choice of taps (6.9 
 is the same with random weights of width 32, in minutes: a trial of the machinery, whose taus say nothing.
 """
 
-import importlib.util
-import pathlib
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from configs import smollm2_135m_dflash
 
 
 def get_config(variant: str = "") -> ConfigDict:
     if variant not in ("", "tiny"):
         raise ValueError(f"variant {variant!r} is unknown; known are 'tiny' and none")
-    path = pathlib.Path(__file__).with_name("smollm2_135m_dflash.py")
-    spec = importlib.util.spec_from_file_location("recipe", path)
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    config = recipe.get_config(variant)
+    config = smollm2_135m_dflash.get_config(variant)
     if variant == "":
         config.optimizer.total_steps = 750
         config.run.eval_every = 0  # at the end

@@ -95,12 +95,17 @@ def get_config(variant: str = "") -> ConfigDict:
     config.run.stop_after = config_dict.placeholder(int)
     config.run.max_minutes = config_dict.placeholder(float)  # for a machine that is lent by the hour
     config.run.export_weights = "raw"  # or "ema"
+    config.run.max_loss_ratio = 10.0  # of the running median, three steps in a row: the run stops; None: never
+    config.run.max_grad_norm_ratio = config_dict.placeholder(float)
+    config.run.profile_steps = ()  # (first, count): a trace of these steps in WORKDIR/profile
+    config.run.wandb = ConfigDict({"project": "", "entity": "", "name": ""})  # arguments of wandb.init
 
     config.evaluation = ConfigDict()
     config.evaluation.prompts = ConfigDict({"code": 12, "instruction": 4, "reasoning": 4, "json": 4})
     config.evaluation.max_tokens = 96
     config.evaluation.batch_size = 8
     config.evaluation.max_prompt_tokens = 320
+    config.evaluation.cost_repeats = 20  # of each timed call, for predicted_speedup; 0: no prediction
 
     if variant == "natural":
         config.data.answers = ConfigDict()

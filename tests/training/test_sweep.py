@@ -1,6 +1,5 @@
 """Sweeps: points become commands that mean what they say; stopped, failed and finished points; the table."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
+from configs.smollm2_135m_ablations import get_config
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.losses import LossConfig
@@ -24,13 +24,6 @@ SMOLLM2 = toy.target_config(
     max_positions=8192, layer_types=("full_attention",) * 30,
 )  # fmt: skip
 TINY = toy.target_config(vocab_size=259, hidden_size=32, intermediate_size=64)
-
-
-def get_config(variant=""):
-    spec = importlib.util.spec_from_file_location("ablations", ROOT / ABLATIONS)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(variant)
 
 
 def parsed(words):
