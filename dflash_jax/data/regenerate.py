@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -16,7 +16,7 @@ from dflash_jax.data.code_prompts import stable_hash
 from dflash_jax.data.conversations import encode_conversation, encode_prompt
 from dflash_jax.data.prompts import Prompt
 from dflash_jax.data.responses import Response, ResponseStore, fingerprint, rendering_fingerprint
-from dflash_jax.data.turns import Talk
+from dflash_jax.data.turns import Talk, conversation_id
 from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
@@ -137,6 +137,61 @@ def regenerate(
         if meter is not None:
             meter.close()
     return report
+
+
+def regenerate_share(
+    target: Target,
+    prompts: Iterable[Prompt],
+    store: str | pathlib.Path,
+    *,
+    part: int,
+    parts: int,
+    wait: Callable[[str], None],
+    multi_turn: bool = False,
+    **options: Any,
+) -> tuple[Report, list[pathlib.Path]]:
+    """`regenerate` by several processes at the same time, each with a share of the prompts and stores of its own.
+
+    Who answers a prompt follows from its id. Another number of processes may go on: a conversation stays with the store
+    that it was begun in, and stores without a process of their own are filled by the others.
+
+    Args:
+      prompts: all of them, the same in every process.
+      store: folder of the first store; those of the others lie beside it.
+      part, parts: this process's number and how many there are; all call this.
+      wait: returns once every process has called it.
+
+    Returns:
+      What this process did, and the folders of all stores, in order.
+    """
+    store = pathlib.Path(store)
+    found = _parts_of(store)
+    held: dict[str, int] = {}
+    for number, folder in found.items():
+        held |= {conversation_id(key, multi_turn): number for key in ResponseStore(folder).ids}
+    wait("answers are found")  # nobody writes before all have read
+    report = Report()
+    distinct = list(_distinct(prompts))
+    for number in sorted({*found, part}):
+        if number % parts == part:
+            mine = [p for p in distinct if held.get(p.id, stable_hash(f"share:{p.id}") % parts) == number]
+            done = regenerate(target, mine, _part_folder(store, number), multi_turn=multi_turn, **options)
+            sums = {f.name: getattr(report, f.name) + getattr(done, f.name) for f in dataclasses.fields(Report)}
+            report = Report(**sums)
+    wait("answers are written")
+    return report, list(_parts_of(store).values())
+
+
+def _part_folder(store: pathlib.Path, number: int) -> pathlib.Path:
+    return store.with_name(f"{store.name}.part-{number}") if number else store
+
+
+def _parts_of(store: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Stores that were begun, by number."""
+    endings = [path.name.rpartition("-")[2] for path in store.parent.glob(f"{store.name}.part-*")]
+    numbers = sorted({0, *(int(ending) for ending in endings if ending.isdecimal())})
+    folders = {number: _part_folder(store, number) for number in numbers}
+    return {number: folder for number, folder in folders.items() if ResponseStore.exists(folder)}
 
 
 def answers(

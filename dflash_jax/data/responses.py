@@ -329,6 +329,16 @@ class ResponseStore:
                 end += len(line)
                 yield number, line, end
 
+    @classmethod
+    def exists(cls, path: str | pathlib.Path) -> bool:
+        """Whether a store was begun there."""
+        return (pathlib.Path(path) / _MANIFEST).exists()
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """Of all responses."""
+        return frozenset(self._keys)
+
     def __len__(self) -> int:
         return len(self._keys)
 

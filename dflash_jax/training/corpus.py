@@ -21,7 +21,7 @@ from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import FeatureStore, compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
 from dflash_jax.data.prompts import Counts, mixture
-from dflash_jax.data.regenerate import regenerate, store_natural
+from dflash_jax.data.regenerate import regenerate_share, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
 from dflash_jax.models.target import Target
@@ -131,7 +131,9 @@ def open_training_data(
     if config.batch_size % count:
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {count} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
-    stores = processes.in_turn(lambda: _answer(config, target, directory))
+    stores = [pathlib.Path(path) for path in config.stores]
+    stores += _answers(config, target, directory)
+    stores += processes.in_turn(lambda: _natural(config, target, directory))
     samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
     supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
     logging.info("%d samples, %d supervised tokens", len(samples), supervised)
@@ -161,25 +163,33 @@ def open_training_data(
     return TrainingData(batches, samples, facts)
 
 
-def _answer(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Fills the stores of answers and natural text; all folders that samples are read from."""
-    stores = [pathlib.Path(path) for path in config.stores]
+def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Fills the stores of answers, all processes at the same time, each its share; the stores' folders."""
+    stores = []
     for name, fields in config.answers.items():
         answers = from_config_dict(AnswerConfig, fields)
         options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
         if answers.chat_template_kwargs is None:
             options["chat_template_kwargs"] = config.chat_template_kwargs
-        stores.append(directory / name)
-        report = regenerate(target, mixture(answers.prompts, config.seed), stores[-1], **options)
-        logging.info("answers %r: %s", name, report)
-    if config.natural:
-        stores.append(directory / "natural")
-        prompts = mixture(config.natural, config.seed)
-        report = store_natural(
-            target, prompts, stores[-1], chat_template_kwargs=config.chat_template_kwargs
+        report, folders = regenerate_share(
+            target, mixture(answers.prompts, config.seed), directory / name,
+            part=jax.process_index(), parts=jax.process_count(), wait=processes.all_done, **options,
         )  # fmt: skip
-        logging.info("natural text: %s", report)
+        logging.info("answers %r: %s", name, report)
+        stores += folders
     return stores
+
+
+def _natural(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Fills the store of natural text, if any is asked for; its folder."""
+    if not config.natural:
+        return []
+    prompts = mixture(config.natural, config.seed)
+    report = store_natural(
+        target, prompts, directory / "natural", chat_template_kwargs=config.chat_template_kwargs
+    )  # fmt: skip
+    logging.info("natural text: %s", report)
+    return [directory / "natural"]
 
 
 def _features(

@@ -14,7 +14,7 @@ import tiny
 
 from dflash_jax.config import ConfigError
 from dflash_jax.data.prompts import Prompt
-from dflash_jax.data.regenerate import regenerate
+from dflash_jax.data.regenerate import regenerate, regenerate_share
 from dflash_jax.data.responses import Response, ResponseStore, StoreError, joined_turns, read_samples
 from dflash_jax.decoding.generate import generate
 
@@ -154,6 +154,28 @@ regeneration.regenerate(target, test_multi_turn.TALKS, {str(tmp_path)!r}, **test
     assert sum(1 for _ in ResponseStore(tmp_path).rows()) == len(expected)
     again = regenerate(ending_often(), TALKS, tmp_path, **SETTINGS, multi_turn=True)
     assert (again.found, again.answered, again.cut) == (len(expected), 0, 0)
+
+
+def test_processes_share_the_prompts_and_any_number_of_them_goes_on(target, straight, tmp_path):
+    """Three processes, then two, then one; the last finds nothing to do, and all answers are those of one process."""
+    _, _, expected = straight
+    store, settings = tmp_path / "shared", {**SETTINGS, "multi_turn": True}
+    rounds = []
+    for parts, prompts in ((3, TALKS[:2]), (2, TALKS), (1, TALKS)):
+        rounds.append([])
+        for part in range(parts):  # one after the other, so that each reads what was there before all
+            report, folders = regenerate_share(
+                target, prompts, store, part=part, parts=parts, wait=lambda _: None, **settings
+            )
+            rounds[-1].append(report)
+        found = [r for folder in folders for r in ResponseStore(folder).rows()]
+        wanted = {i: r for i, r in expected.items() if i[0] in {p.id for p in prompts}}
+        assert len(found) == len(wanted) and {r.id: r for r in found} == wanted
+    assert sum(r.answered for r in rounds[0]) == sum(i[0] in "ab" for i in expected)
+    assert sum(r.answered for r in rounds[1]) == sum(i[0] in "cd" for i in expected)
+    assert (rounds[2][0].answered, rounds[2][0].found) == (0, len(expected))
+    assert [f.name for f in folders] == ["shared", "shared.part-1", "shared.part-2"]
+    assert len(read_samples([ResponseStore(f) for f in folders])) == len(read_samples(ResponseStore(straight[0])))
 
 
 def test_what_can_not_be_answered_anew_is_named(target, straight, tmp_path):

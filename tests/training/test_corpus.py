@@ -1,0 +1,70 @@
+"""From a config's `data` section to batches, by one process and by two."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax.config import ConfigError
+from dflash_jax.data.responses import ResponseStore
+from dflash_jax.training.corpus import DataConfig
+from tests.training import corpus_of_two
+
+
+def in_two_processes(workdir):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.corpus_of_two", workdir, str(i), port],
+            cwd=pathlib.Path(__file__).parents[2], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    found = []
+    for process in started:
+        out, errors = process.communicate(timeout=500)
+        assert process.returncode == 0, errors
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+def first_epoch(rows):
+    return sorted(row for row in map(tuple, rows) if row[1] == 0)
+
+
+@pytest.mark.slow  # two processes that share two cores
+def test_two_processes_answer_and_compute_their_shares_and_read_each_sample_once(tmp_path):
+    one = corpus_of_two.rows(corpus_of_two.run(tmp_path / "one"))
+    two = in_two_processes(tmp_path / "two")
+    ours, theirs = first_epoch([*two[0], *two[1]]), first_epoch(one)
+    assert [row[0] for row in ours] == [row[0] for row in theirs] and len(ours) == 10
+    np.testing.assert_allclose([row[2] for row in ours], [row[2] for row in theirs], rtol=1e-2)
+    data = tmp_path / "two" / "data"
+    shares = [len(ResponseStore(data / name)) for name in ("greedy", "greedy.part-1")]
+    assert sum(shares) == 10 and min(shares) > 0
+    features = data / "features-1-3"
+    indexes = [features / "index.jsonl", features / "part-1" / "index.jsonl"]
+    before = [file.read_bytes() for file in indexes]
+    assert all(before)
+    # One process goes on with what two have made: nothing is left to do, and it reads the same samples.
+    alone = first_epoch(corpus_of_two.rows(corpus_of_two.run(tmp_path / "two")))
+    assert [row[0] for row in alone] == [row[0] for row in theirs]
+    assert [file.read_bytes() for file in indexes] == before
+    assert [len(ResponseStore(data / name)) for name in ("greedy", "greedy.part-1")] == shares
+
+
+def test_bad_sections_are_named():
+    with pytest.raises(ConfigError, match="neither answers, natural nor stores"):
+        DataConfig(4, 32)
+    with pytest.raises(ConfigError, match="workers is -1"):
+        DataConfig(4, 32, natural=(("a.jsonl", None),), workers=-1)
