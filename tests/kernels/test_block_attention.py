@@ -88,6 +88,21 @@ def test_kernel_against_reference(name):
     assert_close(kernel(arrays, keywords), reference(arrays, keywords))
 
 
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 4)])
+def test_packed_documents(window, chunk):
+    """Whole rows without a context: positions restart with each document, and a document sees itself only."""
+    case = BlockCase(batch=2, slots=40, page_size=8, pages=None, lengths=(0, 0), window=window, chunk=chunk)
+    arrays, keywords = block_inputs(case)
+    lengths = ((13, 20, 7), (40,))
+    position = np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths])
+    document = np.stack([np.repeat(np.arange(len(row)), row) for row in lengths])
+    visibility = np.tril(np.ones((40, 40), bool)) & (document[:, :, None] == document[:, None])
+    packed = keywords | {"position_BxM": jnp.asarray(position, jnp.int32), "visibility": jnp.asarray(visibility)}
+    expected = block_oracle(arrays, packed)
+    assert_close(reference(arrays, packed), expected)
+    assert_close(kernel(arrays, packed), expected)
+
+
 @pytest.mark.parametrize("name", ["verify a chain, paged", "sliding window", "plain decoding"])
 def test_kernel_in_bfloat16(name):
     arrays, keywords = block_inputs(dataclasses.replace(CASES[name], dtype="bfloat16"))

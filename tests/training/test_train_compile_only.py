@@ -9,11 +9,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from dflash_jax import sharding
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.config import ConfigError
+from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.responses import Sample
 from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.compile_only import abstract_batch, abstract_train_step
 from training import tiny_train_compile
@@ -27,10 +31,20 @@ def train(*flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install libtpu)")
-@pytest.mark.parametrize("features", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compiles_and_fits(tmp_path, features):
+@pytest.mark.parametrize(
+    ("features", "packing"),
+    [
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_and_fits(tmp_path, features, packing):
     path = tmp_path / "stats.json"
-    done = train("--compile_only", "--topology=v5e:2x2", f"--stats_json={path}", f"--config.data.features={features}")
+    done = train(
+        "--compile_only", "--topology=v5e:2x2", f"--stats_json={path}", f"--config.data.features={features}",
+        f"--config.data.packing={packing}",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     stats = json.loads(path.read_text())
     assert (stats["fits"], stats["missing_bytes"], stats["devices"]) == (True, 0, 4)
@@ -68,6 +82,20 @@ def test_layout_and_shapes(settings):
         after, metrics = jax.eval_shape(step, state, frozen, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert math.prod(metrics["grad_norm"].shape) == 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_batch_is_that_of_the_iterator(settings, packing):
+    """Names, shapes and dtypes, or a run would compile another step than the one that was looked at."""
+    config, _, _ = settings
+    config = ConfigDict(config)
+    config.data.packing = packing
+    abstract = abstract_batch(config, sharding.make_mesh(data=2), 256, None)
+    token_S = np.arange(9, dtype=np.int32)
+    samples = [Sample(str(i), token_S, token_S > 2) for i in range(8)]
+    real = next(make_iterator(samples, batch_size=4, seq_len=config.data.seq_len, seed=0, packing=packing))
+    shapes = {name: (x.shape, jnp.dtype(x.dtype)) for name, x in real.items()}
+    assert {name: (x.shape, jnp.dtype(x.dtype)) for name, x in abstract.items()} == shapes
 
 
 def test_rows_must_divide(settings):
