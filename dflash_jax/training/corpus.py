@@ -17,10 +17,11 @@ import numpy as np
 from absl import logging
 
 from dflash_jax.config import ConfigError, from_config_dict
+from dflash_jax.data import held_out
 from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import FeatureStore, compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
-from dflash_jax.data.prompts import Counts, mixture
+from dflash_jax.data.prompts import Counts, Prompt, file_sources, mixture
 from dflash_jax.data.regenerate import regenerate_share, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
@@ -95,6 +96,8 @@ class DataConfig:
         the choice when the target is large and the accelerator fast).
       workers: processes that read batches, each with its own copy of the samples; 0: threads of this one. Threads do
         unless features are read from a slow disk.
+      keep_out: "human_eval": prompts of files and datasets that share text with it are left out, as they are of the
+        program's own sources, so that what the drafter reaches there says something; "" for no check.
       seed: of prompts and of the order of samples.
     """
 
@@ -107,6 +110,7 @@ class DataConfig:
     features: bool = True
     packing: bool = False
     workers: int = 0
+    keep_out: str = "human_eval"
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -115,6 +119,8 @@ class DataConfig:
             raise ConfigError("data has neither answers, natural nor stores: there is nothing to train on")
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}, must be at least 0")
+        if self.keep_out not in ("human_eval", ""):
+            raise ConfigError(f"data.keep_out is {self.keep_out!r}, must be 'human_eval' or '' for no check")
 
 
 def open_training_data(
@@ -172,7 +178,7 @@ def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> lis
         if answers.chat_template_kwargs is None:
             options["chat_template_kwargs"] = config.chat_template_kwargs
         report, folders = regenerate_share(
-            target, mixture(answers.prompts, config.seed), directory / name,
+            target, _prompts(config, answers.prompts), directory / name,
             part=jax.process_index(), parts=jax.process_count(), wait=processes.all_done, **options,
         )  # fmt: skip
         logging.info("answers %r: %s", name, report)
@@ -184,12 +190,17 @@ def _natural(config: DataConfig, target: Target, directory: pathlib.Path) -> lis
     """Fills the store of natural text, if any is asked for; its folder."""
     if not config.natural:
         return []
-    prompts = mixture(config.natural, config.seed)
+    prompts = _prompts(config, config.natural)
     report = store_natural(
         target, prompts, directory / "natural", chat_template_kwargs=config.chat_template_kwargs
     )  # fmt: skip
     logging.info("natural text: %s", report)
     return [directory / "natural"]
+
+
+def _prompts(config: DataConfig, counts: Counts) -> list[Prompt]:
+    checked = config.keep_out and file_sources(counts)
+    return mixture(counts, config.seed, held_out=held_out.human_eval() if checked else None)
 
 
 def _features(

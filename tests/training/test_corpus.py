@@ -68,3 +68,5 @@ def test_bad_sections_are_named():
         DataConfig(4, 32)
     with pytest.raises(ConfigError, match="workers is -1"):
         DataConfig(4, 32, natural=(("a.jsonl", None),), workers=-1)
+    with pytest.raises(ConfigError, match="keep_out is 'mbpp', must be 'human_eval' or ''"):
+        DataConfig(4, 32, natural=(("a.jsonl", None),), keep_out="mbpp")
