@@ -46,6 +46,11 @@ class Checkpoints:
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
                 cleanup_tmp_directories=True,  # what a killed run left half written
             )
+        # Orbax asks jax whether the step it saves is the one where all processes stop for a preemption, and asks again
+        # when it is done writing, from its own thread. jax takes the last step asked about for the one that training
+        # has come to: a notice right then would agree on a step that lies behind, and no process would stop. The loop
+        # asks (`interrupts.stop_signal`), Orbax must not.
+        self._checkpointer._manager.reached_preemption = lambda step: False
 
     def __enter__(self) -> Checkpoints:
         return self

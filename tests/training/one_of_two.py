@@ -1,6 +1,6 @@
 """A training run on a mesh of 2 x 2, by as many processes as there are: the same run with one and with two.
 
-    python -m tests.training.one_of_two WORKDIR PROCESS PORT [hang]
+    python -m tests.training.one_of_two WORKDIR PROCESS PORT [STEPS] [hang]
 
 is one of two processes with two devices each, both on this machine. With `hang` its first evaluation never ends: the
 run stands still behind step 2, whose checkpoint is written meanwhile, until somebody kills it.
@@ -55,4 +55,5 @@ def hang(target, drafter) -> dict[str, Any]:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
-    print(run(sys.argv[1], 4, evaluate=hang if sys.argv[4:] == ["hang"] else evaluate))
+    steps = int(next((word for word in sys.argv[4:] if word.isdigit()), 4))
+    print(run(sys.argv[1], steps, evaluate=hang if "hang" in sys.argv[4:] else evaluate))

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import utils as orbax_utils
+from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.path import atomicity
 
 from dflash_jax.training.checkpointing import Checkpoints, flatten
@@ -104,6 +106,20 @@ def test_what_is_saved_is_what_was_given_though_it_is_donated(tmp_path, state, m
         restored, _ = checkpoints.restore(0, init_state(params, make_optimizer(OptimizerConfig()), 6, None))
     for path, leaf in flatten(restored).items():
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def test_saving_does_not_ask_where_preemption_stops(tmp_path, state, monkeypatch):
+    """jax would take the step of a checkpoint, named while it is written, for where training is; see `Checkpoints`."""
+    asked = []
+    monkeypatch.setattr(orbax_utils, "reached_preemption", lambda step: asked.append(step) or False)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {}, {})
+        checkpoints.wait()
+        assert checkpoints.latest == 0
+    assert asked == []
+    with ocp.training.Checkpointer(tmp_path / "as it is") as plain:
+        plain.save_checkpointables(0, {"state": flatten(state)})
+    assert asked  # else this test says nothing
 
 
 def test_what_goes_wrong_in_the_background_is_raised(tmp_path, state, monkeypatch):

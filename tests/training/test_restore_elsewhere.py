@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.sharding import make_mesh
-from dflash_jax.training.checkpointing import Checkpoints
+from dflash_jax.training.checkpointing import Checkpoints, flatten
 from tests.training import restore_elsewhere
 
 
@@ -24,6 +24,25 @@ def saved_on_eight(tmp_path_factory):
         checkpoints.save(state, {"position": 3}, {"fingerprint": {"seed": 5}})
     digests = restore_elsewhere.digests(state)
     return directory, digests, restore_elsewhere.train(state, mesh, range(2, 5))[1]
+
+
+def test_b80_from_one_device_to_eight_and_back(tmp_path):
+    """Bit-equal both ways, and the steps on eight are those on one."""
+    mesh, one, eight = make_mesh(4, 2), tmp_path / "one", tmp_path / "eight"
+    state, _ = restore_elsewhere.train(restore_elsewhere.fresh_state(None), None, range(2))
+    expected = restore_elsewhere.digests(state)
+    with Checkpoints(one) as checkpoints:
+        checkpoints.save(state, {"position": 3}, {})
+        spread, position = checkpoints.restore(2, restore_elsewhere.fresh_state(mesh, seed=2))
+    assert position == {"position": 3} and restore_elsewhere.digests(spread) == expected
+    assert any(not x.sharding.is_fully_replicated for x in flatten(spread).values())
+    with Checkpoints(eight) as checkpoints:
+        checkpoints.save(spread, {"position": 3}, {})
+        back, _ = checkpoints.restore(2, restore_elsewhere.fresh_state(None, seed=2))
+    assert restore_elsewhere.digests(back) == expected
+    _, on_eight = restore_elsewhere.train(spread, mesh, range(2, 5))
+    _, on_one = restore_elsewhere.train(back, None, range(2, 5))
+    np.testing.assert_allclose(on_eight, on_one, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (8, 1)])
