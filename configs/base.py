@@ -68,6 +68,7 @@ def experiment(
     config.data.chat_template_kwargs = ConfigDict()
 
     config.step = ConfigDict({"num_anchors": 512, "accumulation": 1, "compute_dtype": "bfloat16"})
+    config.step.remat = "none"  # or "dots", "layers": less memory, more computing
     config.loss = ConfigDict()
     config.loss.objective = ConfigDict(
         {"hard": 1.0, "forward_kl": 0.0, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}
@@ -77,6 +78,7 @@ def experiment(
     config.loss.dpace_alpha = 0.5  # read by the three "dpace" kinds
     config.loss.chunk_slots = 4096
     config.optimizer = ConfigDict()
+    config.optimizer.kind = "adamw"  # or "muon"
     config.optimizer.learning_rate = 6e-4
     config.optimizer.total_steps = 30_000
     config.optimizer.warmup_steps = 1200

@@ -91,6 +91,24 @@ def test_b78_b79_ten_steps_and_ten_in_a_new_process_equal_twenty(straight, tmp_p
         np.testing.assert_array_equal(arrays[path], value, err_msg=path)
 
 
+def test_b78_muon_and_a_loss_of_the_whole_law_go_on_bit_by_bit(tmp_path):
+    def go(workdir, **options):
+        changed, data = config(**options), toy.data()
+        changed.loss = {"objective": {"acceptance": 1.0, "hard": 0.5}, "weighting": "dpace", "chunk_slots": 24}
+        changed.step.remat = "layers"
+        changed.optimizer.kind = "muon"
+        train(changed, workdir, target=toy.target(), data=data)
+
+    go(tmp_path / "straight")
+    go(tmp_path / "halves", stop_after=9)
+    go(tmp_path / "halves")
+    expected = losses(tmp_path / "straight")
+    assert losses(tmp_path / "halves") == expected and expected[STEPS][0] < expected[1][0]
+    arrays = final_arrays(tmp_path / "halves")
+    for path, value in final_arrays(tmp_path / "straight").items():
+        np.testing.assert_array_equal(arrays[path], value, err_msg=path)
+
+
 def test_b78_an_evaluation_in_between_changes_nothing(straight, tmp_path):
     _, _, expected_losses, expected = straight
     taus = iter([1.25, 1.75, 1.5])

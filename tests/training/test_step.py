@@ -33,8 +33,8 @@ def uneven_batch():
 
 
 @functools.cache
-def step_function(accumulation=1, mesh=None, num_anchors=6):
-    config = StepConfig(num_anchors, CONFIG.block_size, LOSS, accumulation)
+def step_function(accumulation=1, mesh=None, loss_config=LOSS):
+    config = StepConfig(6, CONFIG.block_size, loss_config, accumulation)
     loss = make_loss(config, GRAPHDEF, CONFIG, TARGET.config)
     return make_train_step(config, loss, make_optimizer(OPTIMIZER, UNIT), OPTIMIZER, UNIT, mesh)
 
@@ -44,11 +44,11 @@ def frozen(mesh=None):
     return Frozen(shared if mesh is None else jax.device_put(shared, jax.sharding.NamedSharding(mesh, jax.P())))
 
 
-def update(batch, accumulation=1, mesh=None, steps=1):
+def update(batch, accumulation=1, mesh=None, steps=1, loss_config=LOSS):
     optimizer = make_optimizer(OPTIMIZER, UNIT)
     state = init_state(place(PARAMS, mesh), optimizer, 0, mesh)
     for _ in range(steps):
-        state, metrics = step_function(accumulation, mesh)(state, frozen(mesh), put_batch(batch, mesh))
+        state, metrics = step_function(accumulation, mesh, loss_config)(state, frozen(mesh), put_batch(batch, mesh))
     return state, metrics
 
 
@@ -79,6 +79,16 @@ def test_b75_the_update_does_not_depend_on_how_the_batch_is_cut(accumulation):
     assert_same_update(update(batch, accumulation), whole)
     order = np.argsort(batch["length_B"])
     assert_same_update(update({k: x[order] for k, x in batch.items()}, accumulation), whole)
+
+
+def test_b75_nor_with_weights_from_confidence():
+    """Their denominator is the number of blocks, wherever they lie."""
+    batch, loss_config = uneven_batch(), LossConfig({"acceptance": 1.0, "hard": 0.5}, "dpace", chunk_slots=24)
+    whole = update(batch, loss_config=loss_config)
+    sums = whole[1]["sums"]
+    assert sums.denominator == sums.blocks and sums.weight > 1.2 * sums.blocks
+    assert_same_update(update(batch, 4, loss_config=loss_config), whole)
+    assert_same_update(update(batch, 2, make_mesh(4, 2), loss_config=loss_config), whole)
 
 
 def test_b75_the_denominator_is_the_sum_of_slot_weights():
