@@ -101,6 +101,8 @@ def regenerate(
                 ids = encode_prompt(target.tokenizer, talk.question, **kwargs)
                 if len(ids) > limit:
                     report.too_long += talk.turns_left
+                    if meter is not None:
+                        meter.leave_out(talk.turns_left)
                 else:
                     todo.append((talk, ids))
             if meter is None:
@@ -131,8 +133,9 @@ def regenerate(
                     talk.take(response)
                     report.answered += 1
                     report.tokens += len(answer)
+                    report.cut += talk.turns_cut
+                    meter.leave_out(talk.turns_cut)
                     meter.show()
-            report.cut += sum(talk.turns_cut for talk, _ in todo)
             waiting = [talk for talk, _ in todo if not talk.is_over]
         if meter is not None:
             meter.close()
@@ -292,12 +295,20 @@ class _Meter:
     def __init__(self, total: int, report: Report, enabled: bool):
         self._total, self._report = total, report
         self._start = self._shown = time.perf_counter()
+        self._shown_answers = -1
         self._bar = None
         self._enabled = enabled and total > 0
         if self._enabled and sys.stderr.isatty():
             import tqdm
 
             self._bar = tqdm.tqdm(total=total, unit="answer")
+
+    def leave_out(self, count: int) -> None:
+        """That many turns will not be answered after all."""
+        self._total -= count
+        if self._bar is not None and count:
+            self._bar.total = self._total
+            self._bar.refresh()
 
     def show(self, last: bool = False) -> None:
         now = time.perf_counter()
@@ -309,8 +320,8 @@ class _Meter:
         if self._bar is not None:
             self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             self._bar.update(report.answered - self._bar.n)
-        elif last or now - self._shown >= LOG_EVERY_S:
-            self._shown = now
+        elif (last or now - self._shown >= LOG_EVERY_S) and report.answered != self._shown_answers:
+            self._shown, self._shown_answers = now, report.answered
             left = report.seconds / max(report.answered, 1) * (self._total - report.answered)
             logging.info(
                 "answers %d/%d, %d tokens, %.0f tokens/s, %.0f s left",

@@ -12,7 +12,7 @@ from absl import logging
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.conversations import encode_prompt
-from dflash_jax.data.prompts import mixture
+from dflash_jax.data.prompts import Counts, mixture
 from dflash_jax.decoding.generate import generate
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.evaluation.cost_curve import call_seconds
@@ -28,14 +28,15 @@ class EvaluationConfig:
     """The `evaluation` section.
 
     Attributes:
-      prompts: how many held-out prompts of each source (see `dflash_jax.data.prompts`); empty for none.
+      prompts: how many held-out prompts of each source, as `dflash_jax.data.prompts.mixture` takes them; empty for
+        none. Of conversations that end with an answer the last question is asked.
       max_tokens: of each answer. batch_size: rows decoded together.
       max_prompt_tokens: longer prompts are left out.
       block_size: None is the trained size.
       cost_repeats: how often the calls of a round are timed for `predicted_speedup`, once a run; 0 for no prediction.
     """
 
-    prompts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    prompts: Counts = dataclasses.field(default_factory=dict)
     max_tokens: int = 96
     batch_size: int = 8
     max_prompt_tokens: int = 384

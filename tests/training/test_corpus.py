@@ -8,12 +8,19 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.config import ConfigError
+from dflash_jax.data import regenerate as regeneration
 from dflash_jax.data.responses import ResponseStore
-from dflash_jax.training.corpus import DataConfig
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.training.corpus import DataConfig, open_training_data
+from dflash_jax.training.dry_run import tiny_target
+from dflash_jax.training.initialise import drafter_config
 from tests.training import corpus_of_two
 
 
@@ -61,6 +68,30 @@ def test_two_processes_answer_and_compute_their_shares_and_read_each_sample_once
     assert [row[0] for row in alone] == [row[0] for row in theirs]
     assert [file.read_bytes() for file in indexes] == before
     assert [len(ResponseStore(data / name)) for name in ("greedy", "greedy.part-1")] == shares
+
+
+def test_a_drafter_answers_faster_and_not_otherwise(tmp_path, monkeypatch):
+    target = tiny_target()
+    config = drafter_config(target.config, num_layers=1, block_size=4, mask_token_id=2, target_layer_ids=(1, 3))
+    params = nnx.split(DFlash(config, jnp.float32, nnx.Rngs(0)))[1]
+    export_drafter(tmp_path / "drafter", config, params)
+    calls, true_answers = [], regeneration.answers
+
+    def spy(target, drafter, *arguments):
+        calls.append(drafter)
+        return true_answers(target, drafter, *arguments)
+
+    monkeypatch.setattr(regeneration, "answers", spy)
+    rows = {}
+    for name in ("", str(tmp_path / "drafter")):
+        section = {"prompts": {"instruction": 4}, "max_new_tokens": 8, "drafter": name}
+        workdir = tmp_path / ("with" if name else "without")
+        values = {"batch_size": 2, "seq_len": 192, "features": False, "answers": {"a": section}}
+        open_training_data(values, target, (1, 3), workdir)
+        rows[name] = {r.id: r for r in ResponseStore(workdir / "data" / "a").rows()}
+    plain, drafted = rows.values()
+    assert plain == drafted and len(plain) == 4
+    assert calls[0] is None and calls[-1].config.block_size == 4
 
 
 def test_bad_sections_are_named():
