@@ -310,6 +310,8 @@ def _progress(step: int, last_step: int) -> Any:
 
 def _report(bar: Any, step: int, summary: Mapping[str, float]) -> None:
     shown = {k: summary[k] for k in ("loss", "accuracy", "chain_tau", "grad_norm", "learning_rate", "blocks_per_s")}
+    if "peak_device_bytes" in summary:
+        shown["peak_device_GB"] = summary["peak_device_bytes"] / 1e9
     if bar.disable:
         logging.info("step %d epoch %d: %s", step, summary["epoch"], _line(shown))
     else:
