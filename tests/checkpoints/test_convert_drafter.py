@@ -19,6 +19,7 @@ from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.checkpoints.speculators_config import speculators_config, zlab_from_speculators
 from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.decoding.generate import generate
 from dflash_jax.sharding import make_mesh
 from tests.checkpoints.test_drafter_files import CONFIG, USED_IDS, assert_same_params, random_params, target
 
@@ -151,6 +152,15 @@ def test_a_head_of_its_own_is_kept(own_head, mesh):
     assert drafter.shared.embedding_VxD is on.params["embedding_VxD"].get_value()  # that one is the target's
     with pytest.raises(CheckpointError, match=r"draft_vocab is False, but lm_head\.weight .* own .* its 4 ids only"):
         load_drafter(own_head, on, draft_vocab=False)
+
+
+def test_decoding_with_a_head_of_its_own_is_lossless(own_head):
+    drafter = load_drafter(own_head, target())
+    prompts = [[7, 9, 4], [11]]
+    drafted = generate(target(), drafter, prompts, max_tokens=12, batch=2)
+    plain = generate(target(), None, prompts, max_tokens=12, batch=2)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert drafter.own_vocabulary and all(sum(r.acceptance) == 11 for r in drafted)
 
 
 def test_a_head_of_its_own_is_passed_on_or_refused(own_head, models, tmp_path):

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from dflash_jax.config import ConfigError
-from dflash_jax.training import profiling
+from dflash_jax.training import loop, profiling
 from dflash_jax.training.loop import train
 from dflash_jax.training.metrics import MetricsWriter, check_wandb
 from dflash_jax.training.profiling import Profile, peak_device_bytes
@@ -61,6 +61,13 @@ def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
     assert peak_device_bytes() == 11
     devices(None, {})
     assert peak_device_bytes() is None
+
+
+def test_peak_memory_is_logged_where_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "peak_device_bytes", lambda: 3_000_000_000)
+    train(toy.experiment(stop_after=1), tmp_path, target=toy.target(), data=toy.data())
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["peak_device_bytes"] == 3e9
 
 
 class Recorder(types.ModuleType):
