@@ -12,6 +12,7 @@ from dflash_jax.training.run_config import RunConfig
 
 PATIENCE = 3  # steps in a row beyond a ratio: one hard batch is no explosion
 WINDOW, LEAST = 64, 16  # steps that the median is taken over, and how many it needs
+FLOOR = 0.01  # a median below counts as this: what was learned by heart goes up and down a hundredfold near zero
 
 
 class TrainingDiverged(RuntimeError):
@@ -43,7 +44,7 @@ class Explosion:
         beyond = []
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen, limit = self._seen[name], self._limits[name]
-            median = statistics.median(seen) if len(seen) >= LEAST else None
+            median = max(statistics.median(seen), FLOOR) if len(seen) >= LEAST else None
             if limit is not None and median is not None and value > limit * median:
                 beyond.append(
                     f"{name} {value:.4g}, {value / median:.1f} times the median {median:.4g} of the last {len(seen)} "

@@ -49,6 +49,11 @@ def test_the_first_steps_are_no_measure():
     assert any(watched([1.0] * LEAST + [1e6] * PATIENCE)[1])
 
 
+def test_a_loss_near_zero_may_go_up_and_down():
+    assert not any(watched([0.0] * LEAST + [0.09] * PATIENCE)[1])
+    assert "loss 0.11, 11.0 times the median 0.01 of" in watched([1e-4] * LEAST + [0.11] * PATIENCE)[1][-1]
+
+
 def test_each_ratio_is_its_own_and_none_never_stops():
     losses, norms = [1.0] * (LEAST + PATIENCE), [1.0] * LEAST + [50.0] * PATIENCE
     assert not any(watched(losses, norms)[1])
