@@ -95,7 +95,7 @@ def experiment(
     config.run.keep_checkpoints = 2
     config.run.stop_after = config_dict.placeholder(int)
     config.run.export_weights = "raw"
-    config.run.max_loss_ratio = 10.0  # of the running median, three steps in a row: the run stops; None: never
+    config.run.max_loss_ratio = 10.0  # of the running median, three steps in a row: the run stops; inf: never
     config.run.max_grad_norm_ratio = config_dict.placeholder(float)
     config.run.profile_steps = ()  # (first, count): a trace of these steps in WORKDIR/profile
     config.run.wandb = ConfigDict({"project": "", "entity": "", "name": ""})  # arguments of wandb.init

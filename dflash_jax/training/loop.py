@@ -222,7 +222,7 @@ def train(
                 f"{exploded}. The state behind the step is saved in {where}, apart from the checkpoints: the same "
                 f"command goes back to step {checkpoints.latest or 0} and comes here again. Look at these samples; in "
                 "another workdir lower optimizer.learning_rate or optimizer.clip_norm, or lengthen warmup_steps "
-                "(drafter.init_from takes over exported weights); or let it pass: raise the ratio"
+                "(drafter.init_from takes over exported weights); or let it pass: raise the ratio (inf: never)"
             )
         window.append(metrics)
 
