@@ -19,8 +19,8 @@ class RunConfig:
         for a machine that is lent by the hour. One process only. What follows, evaluation and export, comes on top.
       save_every_minutes: besides save_every; one process only, since clocks differ.
       max_loss_ratio: a run stops (`TrainingDiverged`) where this many times the median loss of the last 64 steps is
-        exceeded in `watch.PATIENCE` steps in a row; None or inf never. max_grad_norm_ratio: the same of the gradient's norm
-        before clipping.
+        exceeded in `watch.PATIENCE` steps in a row; None or inf never. max_grad_norm_ratio: the same of the gradient's
+        norm before clipping.
       profile_steps: (first, count): jax.profiler traces these steps into WORKDIR/profile; () for none.
       wandb: arguments of wandb.init; without a "project" nothing is sent there.
       eval_every: 0 for only at the end.
