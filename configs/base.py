@@ -69,6 +69,7 @@ def experiment(
 
     config.step = ConfigDict({"num_anchors": 512, "accumulation": 1, "compute_dtype": "bfloat16"})
     config.step.remat = "none"  # or "dots", "layers": less memory, more computing
+    config.step.scan_target = False  # True: a deep target that runs in the step compiles in the time of few layers
     config.loss = ConfigDict()
     config.loss.objective = ConfigDict(
         {"hard": 1.0, "forward_kl": 0.0, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}

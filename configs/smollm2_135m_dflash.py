@@ -68,6 +68,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config.step = ConfigDict({"num_anchors": 32, "accumulation": 1, "compute_dtype": "float32"})
     config.step.remat = "none"  # or "dots", "layers": less memory, more computing
+    config.step.scan_target = False  # True: a deep target that runs in the step compiles in the time of few layers
     config.loss = ConfigDict()
     config.loss.objective = ConfigDict(
         {"hard": 0.1, "forward_kl": 0.9, "reverse_kl": 0.0, "total_variation": 0.0, "acceptance": 0.0}

@@ -20,6 +20,7 @@ from dflash_jax.decoding.abstract import abstract_shared, laid_out
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.evaluation.ahead_of_time import as_json, compile_program, mesh_on, readable
 from dflash_jax.evaluation.roofline import CHIPS, Work, device_bytes, seconds
+from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
@@ -127,6 +128,8 @@ def abstract_train_step(
         )
         inverse = sharding.abstract_array(mesh, (target.vocab_size,), jnp.int32)
     features = config.data.features
+    if step_config.scan_target:
+        target_params = stack_layers(target_params, target_graphdef, mesh)
     frozen = Frozen(shared, inverse, None if features else target_params, whole)
     loss = make_loss(step_config, graphdef, drafter, target, target_graphdef)
     step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh, changing)

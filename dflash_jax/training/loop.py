@@ -28,6 +28,7 @@ from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import sample_ids
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.target import Target
 from dflash_jax.training import from_config, processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
@@ -162,7 +163,7 @@ def train(
     frozen = Frozen(
         shared=shared_weights(target, draft_to_target),
         target_to_draft_V=from_config.inverse_vocabulary(draft_to_target, target.config.vocab_size, mesh),
-        target=target.params,
+        target=stack_layers(target.params, target.graphdef, mesh) if step_config.scan_target else target.params,
         whole_head_DxV=from_config.whole_head(step_config.loss, target, draft_to_target),
     )
     loss = make_loss(step_config, graphdef, draft, target.config, target.graphdef)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
 from dflash_jax.drafters.contract import SharedWeights
+from dflash_jax.models.scanned import StackedTarget
 from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training.anchors import gather_rows, sample_anchors, slot_labels
 from dflash_jax.training.block_forward import REMAT, block_forward
@@ -32,6 +33,8 @@ class StepConfig:
       accumulation: parts that a batch is cut into, one after another; the result is that of one part.
       compute_dtype: of activations and of the parameters' working copy; masters, moments, logits and all sums are
         float32.
+      scan_target: the target's like layers are stacked and scanned (`Frozen.target` is a StackedTarget): its program is
+        compiled in the time of one pattern of layers. For targets that run in the step.
       remat: what of each drafter layer is kept for the backward pass: "none" computes nothing again, "layers" keeps a
         layer's input alone, "dots" also the results of its matrix products with weights. The target needs none: nothing
         is differentiated through it, so each of its layers is gone once the next has run.
@@ -43,6 +46,7 @@ class StepConfig:
     accumulation: int = 1
     compute_dtype: str = "float32"
     remat: str = "none"
+    scan_target: bool = False
 
     def __post_init__(self) -> None:
         if self.num_anchors < 1:
@@ -88,14 +92,14 @@ class Frozen:
     Attributes:
       shared: the target's table and its head over the draft vocabulary.
       target_to_draft_V: draft id of each target id, -1 outside the draft vocabulary; None for all.
-      target: the target's parameters, for batches without features; else None.
+      target: the target's parameters, stacked where `StepConfig.scan_target`, for batches without features; else None.
       whole_head_DxV: the target's head over its whole vocabulary, where the draft vocabulary is a part of it and the
         loss asks what lies outside (`LossConfig.needs_whole_law`); else None.
     """
 
     shared: SharedWeights
     target_to_draft_V: jax.Array | None = None
-    target: nnx.State | None = None
+    target: nnx.State | StackedTarget | None = None
     whole_head_DxV: jax.Array | None = None
 
 
@@ -243,10 +247,18 @@ def make_loss(
 
     def features(frozen: Frozen, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         if "taps_BxSxTD" in batch:
+            if config.scan_target:
+                raise ConfigError(
+                    "step.scan_target is True, but batches hold the target's states and it is not run: set it to "
+                    "False, or data.features to False"
+                )
             return batch["taps_BxSxTD"], batch.get("hidden_BxSxD")
         if frozen.target is None or target_graphdef is None:
             raise ConfigError("the batch has no taps_BxSxTD and the step no target to compute them with")
-        target = nnx.merge(target_graphdef, jax.lax.stop_gradient(frozen.target))
+        if isinstance(frozen.target, StackedTarget) != config.scan_target:
+            raise ValueError(f"scan_target is {config.scan_target}, but the step's target is {type(frozen.target)}")
+        params = jax.lax.stop_gradient(frozen.target)
+        target = (target_graphdef, params) if config.scan_target else nnx.merge(target_graphdef, params)
         document_BxS, position_BxS = packed_documents(batch)
         result = forward_rows(
             target, batch["tokens_BxS"], drafter_config.target_layer_ids, position_BxS, document_BxS

@@ -1,5 +1,6 @@
 """Loss and gradient of a step that runs the target itself, on every mesh, against the slow reference."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,8 @@ from flax import nnx
 
 from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import shared_weights
+from dflash_jax.config import ConfigError
+from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.target import place, random_target
 from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.sharding import MeshConfig
@@ -67,19 +70,21 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "scan"),
     [
-        MeshConfig(),
-        MeshConfig(data=8),
-        MeshConfig(data=4, tensor=2),
-        MeshConfig(data=2, tensor=4),
-        MeshConfig(tensor=8),
-        MeshConfig(fsdp=8),
-        MeshConfig(data=2, fsdp=2, tensor=2),
+        (MeshConfig(), False),
+        (MeshConfig(data=8), False),
+        (MeshConfig(data=4, tensor=2), False),
+        (MeshConfig(data=2, tensor=4), False),
+        (MeshConfig(tensor=8), False),
+        (MeshConfig(fsdp=8), False),
+        (MeshConfig(data=2, fsdp=2, tensor=2), False),
+        (MeshConfig(), True),
+        (MeshConfig(data=2, fsdp=2, tensor=2), True),
     ],
-    ids=lambda x: f"{x.data}x{x.fsdp}x{x.tensor}",
+    ids=lambda x: ("scanned" if x else "") if isinstance(x, bool) else f"{x.data}x{x.fsdp}x{x.tensor}",
 )
-def test_b76_loss_and_gradient_on_a_mesh_equal_the_slow_reference(mesh):
+def test_b76_loss_and_gradient_on_a_mesh_equal_the_slow_reference(mesh, scan):
     mesh = mesh.make()
     whole = target(mesh)
     held = Frozen(
@@ -108,3 +113,17 @@ def test_b76_loss_and_gradient_on_a_mesh_equal_the_slow_reference(mesh):
         np.testing.assert_allclose(
             np.asarray(x) / scale, reference / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path)
         )
+
+
+def test_scanning_a_target_that_is_not_run_is_refused():
+    step = StepConfig(NUM_ANCHORS, CONFIG.block_size, LossConfig("hard"), scan_target=True)
+    whole = target()
+    loss = make_loss(step, GRAPHDEF, CONFIG, whole.config, whole.graphdef)
+    cached = put_batch(toy.batch(rows=1), None)
+    with pytest.raises(ConfigError, match=r"step.scan_target is True, but batches hold the target's states"):
+        loss(PARAMS, KEY, Frozen(shared_weights(whole)), cached)
+    step = dataclasses.replace(step, scan_target=False)
+    loss = make_loss(step, GRAPHDEF, CONFIG, whole.config, whole.graphdef)
+    stacked = Frozen(shared_weights(whole), target=stack_layers(whole.params, whole.graphdef, None))
+    with pytest.raises(ValueError, match=r"scan_target is False, but the step's target is .*StackedTarget"):
+        loss(PARAMS, KEY, stacked, put_batch(batch(), None))
