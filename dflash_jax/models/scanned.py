@@ -95,9 +95,7 @@ def stack_layers(params: nnx.State, graphdef: nnx.GraphDef, mesh: Mesh | None) -
 
     def one(*variables: nnx.Variable) -> nnx.Variable:
         axes = variables[0].get_metadata("axes")
-        stacked = variables[0].replace(jnp.stack([v.get_value() for v in variables]))
-        stacked.set_metadata("axes", (None, *axes))
-        return stacked
+        return _with_axes(variables[0], jnp.stack([v.get_value() for v in variables]), (None, *axes))
 
     def stack(layers: tuple[tuple[nnx.State, ...], ...]) -> tuple[nnx.State, ...]:
         return tuple(jax.tree.map(one, *same, is_leaf=lambda x: isinstance(x, nnx.Variable)) for same in layers)
@@ -158,7 +156,8 @@ def run_layers(
         # Anew: what a context remembers belongs to the loop that it was made in.
         own = BlockContext(block.position_BxM, block.length_B, block.visibility, block.restarts)
         for r, layer_graphdef in enumerate(pattern):
-            x_BxMxD, _ = nnx.merge(layer_graphdef, params[r])(x_BxMxD, rows(plan.first + r), own)
+            layer = nnx.merge(layer_graphdef, _one_of(params[r], lambda x: x))  # the scan has taken its slice
+            x_BxMxD, _ = layer(x_BxMxD, rows(plan.first + r), own)
             if any(slots[r] < len(wanted) for slots in slot_RxP):
                 found_TxBxMxD = found_TxBxMxD.at[slot_P[r]].set(x_BxMxD, mode="drop")
         return (x_BxMxD, found_TxBxMxD), None
@@ -179,6 +178,20 @@ def _merge(target: StackedTarget, graphdef: nnx.GraphDef) -> Any:
     plan = target.plan
     layers = dict(target.rest["layers"].items())
     for n, i in enumerate(plan.scanned):
-        layers[i] = jax.tree.map(lambda x: x[0], target.stacked[n % plan.period])
+        layers[i] = _one_of(target.stacked[n % plan.period], lambda x: x[0])
     whole = {**{name: x for name, x in target.rest.items() if name != "layers"}, "layers": nnx.State(layers)}
     return nnx.merge(graphdef, nnx.State(whole))
+
+
+def _one_of(stacked: nnx.State, take: Any) -> nnx.State:
+    """A layer's parameters out of stacked ones, with a layer's logical axes: experts read theirs."""
+    return jax.tree.map(
+        lambda v: _with_axes(v, take(v.get_value()), v.get_metadata("axes")[1:]),
+        stacked, is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )  # fmt: skip
+
+
+def _with_axes(variable: nnx.Variable, value: jax.Array, axes: tuple[str | None, ...]) -> nnx.Variable:
+    variable = variable.replace(value)
+    variable.set_metadata("axes", axes)
+    return variable

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dflash_jax import sharding
 from dflash_jax.config import FULL, LINEAR, SLIDING, ConfigError, DeltaConfig, MoeConfig
 from dflash_jax.models.scanned import LayerPlan, plan_layers, stack_layers
 from dflash_jax.models.target import abstract_model, random_target
@@ -63,21 +64,23 @@ def test_states_are_those_of_the_layers_one_by_one(name):
 
 
 def test_on_a_mesh_stacked_layers_lie_as_each_did():
-    mesh = make_mesh(2, 2, fsdp=2)
-    target = random_target(toy.target_config(), 1, mesh=mesh)
+    config, plan = TARGETS["dense, then experts of two kinds, then one left over"]
+    mesh = make_mesh(2, 2, expert=2)
+    target = random_target(config, 1, mesh=mesh)
     stacked = stack_layers(target.params, target.graphdef, mesh)
-    kernel = target.params["layers"][0]["mlp"]["down_FxD"].get_value()
-    all_kernels = stacked.stacked[0]["mlp"]["down_FxD"].get_value()
-    assert all_kernels.shape == (5, *kernel.shape)
+    kernel = target.params["layers"][1]["moe"]["down_ExFxD"].get_value()
+    all_kernels = stacked.stacked[0]["moe"]["down_ExFxD"].get_value()
+    assert all_kernels.shape == (2, *kernel.shape)
     assert tuple(all_kernels.sharding.spec) == (None, *kernel.sharding.spec) and not kernel.sharding.is_fully_replicated
-    alone = random_target(toy.target_config(), 1)
+    alone = random_target(config, 1)
     expected = forward_rows(nnx.merge(alone.graphdef, alone.params), tokens(), (1, 3))
-    run = jax.jit(lambda stacked, token: forward_rows((target.graphdef, stacked), token, (1, 3)))
-    assert_same(run(stacked, tokens()), expected)
+    with sharding.use(mesh):
+        run = jax.jit(lambda stacked, token: forward_rows((target.graphdef, stacked), token, (1, 3)))
+        assert_same(run(stacked, tokens()), expected)
     # Of shapes it gives shapes, laid out alike: what --compile_only compiles.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target.params)
     abstract = stack_layers(shapes, target.graphdef, mesh)
-    assert abstract.plan == stacked.plan
+    assert abstract.plan == stacked.plan == plan
     for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(stacked), strict=True):
         assert x.shape == y.shape and x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
