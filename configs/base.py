@@ -52,6 +52,8 @@ def experiment(
     config.data.seq_len = 3072
     config.data.directory = ""
     config.data.features = False  # the target runs in each step: no disk
+    config.data.packing = False  # True: short samples share rows
+    config.data.workers = 0  # processes that read batches
     config.data.answers = ConfigDict(
         {
             "greedy": {

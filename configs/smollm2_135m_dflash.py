@@ -52,6 +52,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data.directory = ""
     config.data.features = True
     config.data.packing = False  # True: short samples share rows
+    config.data.workers = 0  # processes that read batches
     config.data.answers = ConfigDict(
         {
             "greedy": {

@@ -7,6 +7,7 @@ exactly the text that it will be measured on.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,14 +144,24 @@ def from_files(name: str, seed: int, limit: int | None, split: Split) -> Iterato
       SourceError: a row can not be read (names it), or an id stands for two conversations.
     """
     source = conversation_files.namespace(name)
-    found: dict[str, Prompt] = {}
-    for row in conversation_files.conversations(name):
-        key = row.given_id or f"{stable_hash(json.dumps(row.messages, sort_keys=True)):016x}"
-        if row.given_id in found and found[row.given_id].messages != row.messages:
-            raise SourceError(f"{row.where}: id {row.given_id!r} is used twice for different conversations")
-        found.setdefault(key, Prompt(f"{source}:{key}", row.messages, source))
-    chosen = sorted((p for p in found.values() if side(p.id) == split), key=lambda p: stable_hash(f"{seed}:{p.id}"))
-    yield from chosen[:limit]
+
+    def distinct() -> Iterator[Prompt]:
+        seen: dict[str, int] = {}  # of a large source only this is held, and the prompts that are chosen
+        for row in conversation_files.conversations(name):
+            digest = stable_hash(json.dumps(row.messages, sort_keys=True))
+            key = row.given_id or f"{digest:016x}"
+            before = seen.get(key)
+            if before not in (None, digest):
+                raise SourceError(f"{row.where}: id {key!r} is used twice for different conversations")
+            seen[key] = digest
+            prompt = Prompt(f"{source}:{key}", row.messages, source)
+            if before is None and side(prompt.id) == split:
+                yield prompt
+
+    def rank(prompt: Prompt) -> int:
+        return stable_hash(f"{seed}:{prompt.id}")
+
+    yield from sorted(distinct(), key=rank) if limit is None else heapq.nsmallest(limit, distinct(), key=rank)
 
 
 def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "train") -> list[Prompt]:
