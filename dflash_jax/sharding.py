@@ -121,6 +121,19 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """While tracing under `use`: says how an intermediate array is cut; without a mesh nothing.
+
+    XLA lays intermediates out by what they are made of, and a table that is cut along its hidden dimension makes
+    activations cut along theirs, with the rows of the whole batch on every device. Said where rows begin and after
+    each layer, rows stay where they are and weights are gathered instead.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(mesh, axes, x.shape)))
+
+
 def partition_spec(mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
     """How an array with these logical axes is cut.
 

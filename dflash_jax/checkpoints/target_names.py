@@ -31,4 +31,4 @@ def is_harmless(config: TargetConfig, name: str, names: Collection[str] = ()) ->
     """
     if config.family in WRAPPERS.values() and other_modality(name):
         return True
-    return FAMILIES[config.family].is_harmless(config, text_name(name, names))
+    return FAMILIES[config.family].is_harmless(config, text_name(name, names), names)

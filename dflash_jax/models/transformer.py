@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
+from dflash_jax import sharding
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.kv_cache import BlockKV, KVCache, LayerSpec, pages
@@ -21,6 +22,7 @@ from dflash_jax.models.moe import MoE
 # (k_PxGxSxH, v_PxGxSxH, page_table_BxT or None) or a RecurrentState going in, (k_BxGxMxH, v_BxGxMxH) or
 # RecurrentInputs coming out.
 LayerRows = Any
+ROWS = ("batch", None, None)  # logical axes of activations [B, M, D]
 
 
 @struct.dataclass
@@ -118,13 +120,14 @@ class Transformer(nnx.Module):
           restarts: a token at position 0 begins a document that knows nothing of the tokens before it, in recurrent
             layers too; `visibility` must keep the documents apart by itself.
         """
-        x_BxMxD = self.embed(token_BxM)
+        x_BxMxD = sharding.constrain(self.embed(token_BxM), ROWS)
         block = BlockContext(position_BxM, cache.length_B, visibility, restarts)
         taps, kv, recurrent, states = {}, [], [], iter(cache.recurrent)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 rows = next(states) if layer.is_recurrent else pages(cache, i)
                 x_BxMxD, new_rows = layer(x_BxMxD, rows, block)
+                x_BxMxD = sharding.constrain(x_BxMxD, ROWS)
             if layer.is_recurrent:
                 recurrent.append(new_rows)
                 new_rows = no_rows(token_BxM.shape, x_BxMxD.dtype)

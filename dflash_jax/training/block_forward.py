@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax import sharding
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.kernels.anchor_attention import anchor_attention
 from dflash_jax.models.layers import rope_table
+from dflash_jax.models.transformer import ROWS
 
 # What is kept of a layer between the forward and the backward pass; the rest is computed again.
 _REMAT: dict[str, Callable[[Callable], Callable]] = {
@@ -57,10 +59,10 @@ def block_forward(
     context_rope = rope_table(config.rope, config.head_dim, position_BxS)
     block_rope = rope_table(config.rope, config.head_dim, position_BxM)
 
-    feature_BxSxD = drafter.fuse(taps_BxSxTD)
+    feature_BxSxD = sharding.constrain(drafter.fuse(taps_BxSxTD), ROWS)
     root_BxAx1 = jnp.take_along_axis(token_BxS, anchor_BxA, axis=1)[..., None]
     token_BxAxK = jnp.where(slot_K[None, None] == 0, root_BxAx1, config.mask_token_id)
-    x_BxMxD = drafter.embed(shared, token_BxAxK.reshape(b, a * k))
+    x_BxMxD = sharding.constrain(drafter.embed(shared, token_BxAxK.reshape(b, a * k)), ROWS)
 
     def by_block(rows_BxGxMxH: jax.Array) -> jax.Array:
         g, h = rows_BxGxMxH.shape[1], rows_BxGxMxH.shape[3]
@@ -83,8 +85,8 @@ def block_forward(
                 visibility_KxK=attention.visibility(k), window=attention.window,
                 scale=attention.scale, document_BxS=document_BxS,
             )  # fmt: skip
-            return layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape))
+            return sharding.constrain(layer.finish(x_BxMxD, out_BxAxKxNxH.reshape(q_BxMxNxH.shape)), ROWS)
 
         with jax.named_scope(f"draft_layer_{i}"):
             x_BxMxD = _REMAT[remat](run)(params, x_BxMxD, feature_BxSxD)
-    return drafter.for_head(x_BxMxD).reshape(b, a, k, -1)
+    return sharding.constrain(drafter.for_head(x_BxMxD), ROWS).reshape(b, a, k, -1)

@@ -19,7 +19,8 @@ from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_con
 from dflash_jax.decoding.abstract import abstract_shared, laid_out
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.evaluation.ahead_of_time import as_json, compile_program, mesh_on, readable
-from dflash_jax.evaluation.roofline import CHIPS, Work, device_bytes, seconds
+from dflash_jax.evaluation.roofline import CHIPS, Placement, device_bytes
+from dflash_jax.evaluation.training_work import TrainingLoad, step_seconds, training_work
 from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
@@ -80,12 +81,21 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
         kinds["padding_and_rest"] = max(compiled.arguments - sum(kinds.values()), 0)
         kinds |= {"temporaries": compiled.temporaries, "code": compiled.code, "results": compiled.results}
     missing = max(compiled.missing, sum(kinds.values()) - int(chip.hbm), 0)
+    load = TrainingLoad(
+        rows=config.data.batch_size, tokens=config.data.seq_len, anchors=config.step.num_anchors,
+        block=drafter.block_size, online=not config.data.features,
+        teacher=StepConfig.of(config.step, config.loss, drafter.block_size).loss.needs_target,
+        draft_vocab=config.drafter.draft_vocab_size or target.vocab_size,
+    )  # fmt: skip
+    work = training_work(target, drafter, load, Placement(mesh))
+    overlapped, in_turn = step_seconds(work, chip)
     stats = {
         "topology": place.name, "devices": len(place.devices), "chips": place.chips, "mesh": dict(mesh.shape),
         "batch": {"rows": config.data.batch_size, "tokens": config.data.seq_len, "features": config.data.features},
         "available_bytes": int(chip.hbm), "bytes_per_device": kinds | {"total": sum(kinds.values())},
-        "flops": compiled.flops, "bytes": compiled.bytes_accessed,
-        "roofline_seconds": seconds(Work(compiled.flops, compiled.bytes_accessed), chip),
+        "flops": work.flops, "bytes": work.bytes, "link_bytes": work.link_bytes,
+        "roofline_seconds": overlapped, "roofline_seconds_in_turn": in_turn,
+        "mfu": work.flops / chip.flops / overlapped, "mfu_in_turn": work.flops / chip.flops / in_turn,
         "xla": as_json(compiled), "fits": not missing and not compiled.refusal, "missing_bytes": missing,
     }  # fmt: skip
     print(report(stats))
@@ -164,12 +174,18 @@ def report(stats: dict[str, Any]) -> str:
     """For people; all numbers are of one device."""
     lines = [f"one of {stats['devices']} devices of {stats['topology']}, mesh {stats['mesh']}, batch {stats['batch']}"]
     lines += [f"  {kind.replace('_', ' '):18} {readable(size)}" for kind, size in stats["bytes_per_device"].items()]
+    lines.append(
+        f"Counted from shapes: {stats['flops'] / 1e12:.2f} Tflop, {readable(stats['bytes'])} read and written, "
+        f"{readable(stats['link_bytes'])} sent a step. At least {1e3 * stats['roofline_seconds']:.1f} ms, MFU at most "
+        f"{stats['mfu']:.0%}; with nothing sent while it computes {1e3 * stats['roofline_seconds_in_turn']:.1f} ms, "
+        f"{stats['mfu_in_turn']:.0%}."
+    )
     if stats["xla"]["refusal"]:
         lines.append(f"XLA: {stats['xla']['refusal']}")
     else:
         lines.append(
-            f"By XLA's analysis {stats['flops'] / 1e12:.2f} Tflop and {readable(stats['bytes'])} a step, at least "
-            f"{1e3 * stats['roofline_seconds']:.1f} ms; compiled in {stats['xla']['seconds']:.0f} s."
+            f"By XLA's analysis (a loop's body once, nothing of Pallas kernels) {stats['xla']['flops'] / 1e12:.2f} Tflop "
+            f"a step; compiled in {stats['xla']['seconds']:.0f} s."
         )
     available, missing = readable(stats["available_bytes"]), stats["missing_bytes"]
     if stats["fits"]:

@@ -361,8 +361,12 @@ def test_multi_token_prediction_is_skipped_and_said(caplog):
     with caplog.at_level(logging.INFO):
         config = published("DeepSeek-V3")
     assert "multi-token prediction are not loaded" in caplog.text
-    assert is_harmless(config, "model.layers.61.eh_proj.weight")
-    assert is_harmless(config, "model.layers.61.mlp.experts.255.down_proj.weight")
-    assert not is_harmless(config, "model.layers.60.eh_proj.weight")
-    assert not is_harmless(config, "model.layers.62.eh_proj.weight")
-    assert not is_harmless(published("DeepSeek-V2-Lite"), "model.layers.27.eh_proj.weight")
+    names = {f"model.layers.{i}.eh_proj.weight" for i in (27, 60, 61, 62)}
+    assert is_harmless(config, "model.layers.61.eh_proj.weight", names)
+    assert is_harmless(config, "model.layers.61.mlp.experts.255.down_proj.weight", names)
+    assert not is_harmless(config, "model.layers.60.eh_proj.weight", names)
+    assert not is_harmless(config, "model.layers.62.eh_proj.weight", names)
+    assert not is_harmless(published("DeepSeek-V2-Lite"), "model.layers.27.eh_proj.weight", names)
+    # A layer of the model that the configuration forgot is no layer for prediction.
+    names = {"model.layers.61.mlp.gate.weight", "model.layers.61.input_layernorm.weight"}
+    assert not any(is_harmless(config, name, names) for name in names)

@@ -5,7 +5,7 @@ A family module has four public functions, which `hf_config` and `target_names` 
     config_from_hf(hf) -> TargetConfig            refuses by ConfigError what is not implemented
     config_to_hf(config) -> dict                  need not check: the dispatch reads the result back and compares
     placements(config, own_head) -> tuple         one Placement a parameter, mostly `whole_model(...)`
-    is_harmless(config, name) -> bool             stored tensors that carry nothing of the model
+    is_harmless(config, name, names) -> bool      stored tensors that carry nothing of the model
 
 `join` functions are made of stack, concatenate, reshape and transpose only, so that they work on lazy views.
 """
@@ -13,7 +13,7 @@ A family module has four public functions, which `hf_config` and `target_names` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,16 @@ def basic_to_hf(config: TargetConfig, architecture: str) -> dict[str, Any]:
     }
 
 
-def is_harmless(config: TargetConfig, name: str) -> bool:
+def is_harmless(config: TargetConfig, name: str, names: Collection[str] = ()) -> bool:
     """Stored tensors that carry nothing of the model, whatever the family.
 
     Rotary frequencies that old versions saved as buffers (they are computed from the configuration), and
     the head of a checkpoint whose configuration ties it to the table.
+
+    Args:
+      names: of all tensors of the checkpoint.
     """
+    del names
     return bool(_ROTARY_BUFFER.fullmatch(name)) or (name == HEAD and config.tie_embeddings)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,14 @@ _REFUSED = {
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def is_harmless(config: TargetConfig, name: str) -> bool:
-    """Also the multi-token prediction of V3: one more layer behind the last."""
+def is_harmless(config: TargetConfig, name: str, names: Collection[str] = ()) -> bool:
+    """Also the multi-token prediction of V3: one more layer behind the last, known by the projection that only such a
+    layer has. Without it a layer there is one of the model, and num_hidden_layers too small."""
     if common.is_harmless(config, name):
         return True
     layer = _LAYER_NAME.match(name)
-    return config.family == "deepseek_v3" and layer is not None and int(layer[1]) == config.num_layers
+    behind = config.family == "deepseek_v3" and layer is not None and int(layer[1]) == config.num_layers
+    return behind and f"{layer[0]}eh_proj.weight" in names
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> TargetConfig:

@@ -14,7 +14,7 @@ The defaults are those of the configuration classes of transformers 5.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -154,9 +154,9 @@ def placements(config: TargetConfig, own_head: bool) -> tuple[Placement, ...]:
     return common.whole_model(config, own_head, _layer)
 
 
-def is_harmless(config: TargetConfig, name: str) -> bool:
+def is_harmless(config: TargetConfig, name: str, names: Collection[str] = ()) -> bool:
     """Also the multi-token prediction head (`mtp.`), a drafter of its own that is not part of the target."""
-    return name.startswith("mtp.") or common.is_harmless(config, name)
+    return name.startswith("mtp.") or common.is_harmless(config, name, names)
 
 
 def _rope(fields: Fields, head_dim: int):
