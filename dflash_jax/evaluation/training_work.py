@@ -7,7 +7,7 @@ logits and for the gradient with respect to its input. Recomputation (`step.rema
 flops of a model-flops utilisation.
 
 Bytes: weights once, the drafter's master weights and optimiser state read and written, logits in float32 written and
-read. Activations are not counted. Bytes sent: what fsdp cut is gathered (twice of the drafter, forward and backward), its
+read. Activations are not counted. Bytes sent: what fsdp cut is gathered (of the drafter forward and backward), its
 gradients are summed over all rows' devices, and the sums of tensor and expert parallel layers.
 """
 

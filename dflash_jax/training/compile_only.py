@@ -184,7 +184,7 @@ def report(stats: dict[str, Any]) -> str:
         lines.append(f"XLA: {stats['xla']['refusal']}")
     else:
         lines.append(
-            f"By XLA's analysis (a loop's body once, nothing of Pallas kernels) {stats['xla']['flops'] / 1e12:.2f} Tflop "
+            f"By XLA's analysis (loop bodies once, Pallas kernels not) {stats['xla']['flops'] / 1e12:.2f} Tflop "
             f"a step; compiled in {stats['xla']['seconds']:.0f} s."
         )
     available, missing = readable(stats["available_bytes"]), stats["missing_bytes"]

@@ -1,5 +1,6 @@
 """train.py --compile_only: a run's own step, abstract, through the TPU compiler; with and without cached features."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -96,6 +97,23 @@ def test_the_batch_is_that_of_the_iterator(settings, packing):
     real = next(make_iterator(samples, batch_size=4, seq_len=config.data.seq_len, seed=0, packing=packing))
     shapes = {name: (x.shape, jnp.dtype(x.dtype)) for name, x in real.items()}
     assert {name: (x.shape, jnp.dtype(x.dtype)) for name, x in abstract.items()} == shapes
+
+
+def test_rows_stay_on_their_devices_where_fsdp_cuts_the_weights(settings):
+    """XLA would cut activations as the table is cut, along the hidden dimension, and keep all rows on each device."""
+    config, target, drafter = settings
+    config = config.copy_and_resolve_references()
+    config.data.update({"batch_size": 8, "seq_len": 256, "features": False})
+    config.step.num_anchors = 32
+    target = dataclasses.replace(target, num_layers=2, layer_types=target.layer_types[:2], moe=None)
+    drafter = dataclasses.replace(drafter, target_layer_ids=(0, 1), num_target_layers=2)
+    sizes = {}
+    for axis in ("data", "fsdp"):
+        mesh = sharding.make_mesh(**{axis: 8})
+        step, *arguments = abstract_train_step(config, target, drafter, jnp.float32, mesh)
+        with sharding.use(mesh):
+            sizes[axis] = step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert sizes["fsdp"] < 1.5 * sizes["data"], sizes
 
 
 def test_rows_must_divide(settings):
