@@ -43,7 +43,9 @@ def experiment(
     config.drafter.draft_vocab_size = 0  # the whole vocabulary
     config.drafter.init_layers = ()
     config.drafter.init_from = ""
-    config.drafter.trunk = "trained"
+    config.drafter.trunk = "trained"  # "frozen": train the adapter alone, the rest is that of `init_from`
+    config.drafter.init_target = ""  # of a frozen trunk: the target it was made for, to fit the adapter to
+    config.drafter.projections = config_dict.placeholder(bool)  # None: where the trunk has another width
     config.drafter.source = ""  # for serve.py: the trained drafter
     config.drafter.proposal = "argmax"
 

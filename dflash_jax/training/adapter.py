@@ -39,23 +39,29 @@ _NOT_THE_TRUNK = (
     "embedding_scale", "output_multiplier", "final_logit_softcap", "target_hidden_size",
 )  # fmt: skip
 # Fields of the `drafter` section that say how to start or to serve, not what the drafter is.
-_OF_THE_RUN = ("init_layers", "init_from", "trunk", "draft_vocab_size", "source", "proposal")
+_OF_THE_RUN = ("init_layers", "init_from", "init_target", "trunk", "draft_vocab_size", "source", "proposal")
 # Those that describe a trunk, besides its layers.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
 
 
-def check_trunk(trunk: str, init_from: str) -> None:
-    """Refuses a `drafter.trunk` that can not be.
+def check_trunk(section: Mapping[str, Any]) -> None:
+    """Refuses a `drafter` section whose trunk can not be.
 
     Raises:
-      ConfigError: an unknown name, or a frozen trunk that comes from nowhere.
+      ConfigError: an unknown name, a frozen trunk that comes from nowhere, or a target to fit a trained one to.
     """
+    trunk, init_from, init_target = (section.get(name) or "" for name in ("trunk", "init_from", "init_target"))
     if trunk not in (TRAINED, FROZEN):
         raise ConfigError(f"drafter.trunk is {trunk!r}, must be {TRAINED!r} or {FROZEN!r}")
     if trunk == FROZEN and not init_from:
         raise ConfigError(
             "drafter.trunk is 'frozen', but drafter.init_from is empty: a trunk that is never trained must come from a "
             "trained drafter; name one (a directory, asset:NAME or owner/name)"
+        )
+    if trunk == TRAINED and init_target:
+        raise ConfigError(
+            f"drafter.init_target is {init_target!r}, but drafter.trunk is {trunk!r}: an adapter is fitted to a frozen "
+            "trunk alone; leave it empty"
         )
 
 
@@ -138,8 +144,7 @@ def with_trunk_of(source: str, draft: DrafterConfig, params: nnx.State) -> nnx.S
         mine, its = getattr(draft, field.name), getattr(theirs, field.name)
         if field.name not in _NOT_THE_TRUNK and mine != its:
             raise _other_trunk(source, field.name, its, mine)
-    _, abstract = abstract_model(DFlash, theirs, jnp.float32)
-    trunk = load_params(abstract, drafter_placements(theirs), SafetensorsReader(drafter_directory(source)))
+    trunk = read_trunk(source)[1]
     alike = (
         len(theirs.target_layer_ids) == len(draft.target_layer_ids)
         and theirs.target_hidden_size == draft.target_hidden_size
@@ -150,6 +155,13 @@ def with_trunk_of(source: str, draft: DrafterConfig, params: nnx.State) -> nnx.S
     return nnx.from_flat_state(
         [(path, value if path[0] in own else flat[path]) for path, value in nnx.to_flat_state(params)]
     )
+
+
+def read_trunk(source: str) -> tuple[DrafterConfig, nnx.State]:
+    """Configuration and float32 parameters of the drafter at `source`, bound to no target."""
+    theirs = _read_config(source)
+    _, abstract = abstract_model(DFlash, theirs, jnp.float32)
+    return theirs, load_params(abstract, drafter_placements(theirs), SafetensorsReader(drafter_directory(source)))
 
 
 def _read_config(source: str) -> DrafterConfig:

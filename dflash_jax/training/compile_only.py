@@ -57,7 +57,7 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
       ConfigError: a field, the topology or libtpu; or the mesh has another number of devices than the slice.
     """
     prepare_host()
-    check_trunk(config.drafter.trunk, config.drafter.init_from)
+    check_trunk(config.drafter)
     place = tpu_topology(topology)
     mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh), place), CHIPS[place.generation]
     architecture = config.target.get("architecture")

@@ -18,11 +18,14 @@ from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.training import processes
-from dflash_jax.training.adapter import FROZEN, with_trunk_of
+from dflash_jax.training.adapter import FROZEN, read_trunk, with_trunk_of
+from dflash_jax.training.adapter_fit import fit_adapter
 from dflash_jax.training.corpus import BatchIterator
 from dflash_jax.training.dry_run import TINY, tiny_target
 from dflash_jax.training.initialise import Statistics, initial_params, measure
 from dflash_jax.training.objectives import LossConfig
+
+FIT_BATCHES = 8  # batches of text that an adapter is fitted on before it is trained
 
 
 def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
@@ -55,17 +58,35 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     return mesh.make()
 
 
-def first_params(config: ConfigDict, target: Target, draft: DrafterConfig, statistics: Statistics) -> nnx.State:
+def first_params(
+    config: ConfigDict,
+    target: Target,
+    draft: DrafterConfig,
+    statistics: Statistics,
+    batches: BatchIterator | None = None,
+) -> nnx.State:
     """Parameters to start from: fresh, from target layers, a trained drafter's, or fresh around a trained trunk.
 
+    Args:
+      batches: text to fit an adapter on (`drafter.init_target`); None: it is not fitted, as where a checkpoint will
+        take the place of these parameters.
+
     Raises:
-      ConfigError: `drafter.init_from` is of another shape than this run's drafter.
+      ConfigError: `drafter.init_from` is of another shape than this run's drafter, or `drafter.init_target` is not what that was made for.
     """
+    first = config.drafter.get("init_target") or ""
     if not config.drafter.init_from or config.drafter.trunk == FROZEN:
         params = initial_params(
             draft, target, statistics, seed=config.seed, init_layers=tuple(config.drafter.init_layers)
         )
-        return with_trunk_of(config.drafter.init_from, draft, params) if config.drafter.init_from else params
+        if not config.drafter.init_from:
+            return params
+        params = with_trunk_of(config.drafter.init_from, draft, params)
+        if not first or batches is None:
+            return params
+        theirs, trunk = read_trunk(config.drafter.init_from)
+        known = load_target(first, dtype=target.dtype, mesh=target.mesh)
+        return fit_adapter(params, draft, target, trunk, theirs, known, *_text(batches, FIT_BATCHES))
     trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
     if trained.own_vocabulary:
         raise ConfigError(
@@ -79,6 +100,18 @@ def first_params(config: ConfigDict, target: Target, draft: DrafterConfig, stati
                 f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
             )
     return trained.params
+
+
+def _text(batches: BatchIterator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(token_RxS, length_R) of the next batches; the iterator is put back."""
+    start = batches.get_state()
+    taken = [next(batches) for _ in range(count)]
+    batches.set_state(start)
+    rows = len(taken[0]["length_B"]) * jax.process_count()
+    return tuple(
+        np.concatenate([processes.first_rows(batch[name], rows) for batch in taken])
+        for name in ("tokens_BxS", "length_B")
+    )
 
 
 def measured(config: ConfigDict, target: Target, draft: DrafterConfig, batches: BatchIterator) -> Statistics:

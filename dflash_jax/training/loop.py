@@ -94,7 +94,7 @@ def train(
         if getattr(run, name) is not None and jax.process_count() > 1:
             raise ConfigError(f"run.{name} needs a single process; set it to None and use run.{instead}")
 
-    check_trunk(config.drafter.trunk, config.drafter.init_from)
+    check_trunk(config.drafter)
     logging.info("== target")
     mesh = from_config.configured_mesh(config)
     if target is None:
@@ -120,6 +120,7 @@ def train(
             "layers": list(config.drafter.init_layers),
             "from": config.drafter.init_from,
             "trunk": config.drafter.trunk,
+            "target": config.drafter.get("init_target") or None,
         },
         "draft_vocab_size": config.drafter.draft_vocab_size,
         "step": dataclasses.asdict(step_config),
@@ -145,7 +146,7 @@ def train(
     facts = {"fingerprint": fingerprint, "statistics": dataclasses.asdict(statistics)}
     logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
 
-    params = from_config.first_params(config, own, draft, statistics)
+    params = from_config.first_params(config, own, draft, statistics, data.batches if latest is None else None)
     unit = coordinate_units(params, draft, statistics)
     changing = trainable(params, config.drafter.trunk)
     optimizer = make_optimizer(optimizer_config, unit, changing)
