@@ -72,7 +72,8 @@ def first_params(
         take the place of these parameters.
 
     Raises:
-      ConfigError: `drafter.init_from` is of another shape than this run's drafter, or `drafter.init_target` is not what that was made for.
+      ConfigError: `drafter.init_from` is of another shape than this run's drafter, or `drafter.init_target` is not what
+        that was made for.
     """
     first = config.drafter.get("init_target") or ""
     if not config.drafter.init_from or config.drafter.trunk == FROZEN:
