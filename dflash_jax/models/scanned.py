@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax.sharding import Mesh
 
+from dflash_jax import sharding
 from dflash_jax.config import ConfigError, TargetConfig
 from dflash_jax.kernels.kv_cache import KVCache, pages
 from dflash_jax.models.attention import BlockContext
 from dflash_jax.models.target import place_abstract
+from dflash_jax.models.transformer import ROWS
 
 _LONGEST_PATTERN = 12
 
@@ -160,7 +162,7 @@ def run_layers(
             x_BxMxD, _ = layer(x_BxMxD, rows(plan.first + r), own)
             if any(slots[r] < len(wanted) for slots in slot_RxP):
                 found_TxBxMxD = found_TxBxMxD.at[slot_P[r]].set(x_BxMxD, mode="drop")
-        return (x_BxMxD, found_TxBxMxD), None
+        return (x_BxMxD, sharding.constrain(found_TxBxMxD, (None, *ROWS))), None
 
     x_BxMxD = one_by_one(range(plan.first), x_BxMxD)
     found_TxBxMxD = jnp.zeros((len(wanted), *x_BxMxD.shape), x_BxMxD.dtype)

@@ -81,7 +81,7 @@ class DecoderLayer(nnx.Module):
         x_BxMxD = x_BxMxD + inner_BxMxD
         if self.layer_scale_1 is not None:
             x_BxMxD = x_BxMxD * self.layer_scale_1[...][None, None]
-        return x_BxMxD, new_rows
+        return sharding.constrain(x_BxMxD, ROWS), new_rows
 
 
 class Transformer(nnx.Module):
@@ -120,14 +120,13 @@ class Transformer(nnx.Module):
           restarts: a token at position 0 begins a document that knows nothing of the tokens before it, in recurrent
             layers too; `visibility` must keep the documents apart by itself.
         """
-        x_BxMxD = sharding.constrain(self.embed(token_BxM), ROWS)
+        x_BxMxD = self.embed(token_BxM)
         block = BlockContext(position_BxM, cache.length_B, visibility, restarts)
         taps, kv, recurrent, states = {}, [], [], iter(cache.recurrent)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 rows = next(states) if layer.is_recurrent else pages(cache, i)
                 x_BxMxD, new_rows = layer(x_BxMxD, rows, block)
-                x_BxMxD = sharding.constrain(x_BxMxD, ROWS)
             if layer.is_recurrent:
                 recurrent.append(new_rows)
                 new_rows = no_rows(token_BxM.shape, x_BxMxD.dtype)
@@ -144,7 +143,7 @@ class Transformer(nnx.Module):
         if self.config.embedding_scale != 1.0:
             # Rounded to the model's dtype first, as Hugging Face does.
             x_BxMxD = x_BxMxD * jnp.asarray(self.config.embedding_scale, x_BxMxD.dtype)
-        return x_BxMxD
+        return sharding.constrain(x_BxMxD, ROWS)
 
     def logits(self, hidden_BxMxD: jax.Array) -> jax.Array:
         """Float32 logits [B, M, V] of normed hidden states."""

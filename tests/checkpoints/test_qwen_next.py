@@ -115,6 +115,14 @@ def test_dense_layers():
     assert target_config_from_hf(target_config_to_hf(sparse)) == sparse
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_target_may_have_full_attention_alone(family):
+    config = read(family, full_attention_interval=1, num_hidden_layers=3)
+    assert config.layer_types == (FULL,) * 3 and config.delta is None
+    assert target_config_from_hf(target_config_to_hf(config)) == config
+    assert not any("linear_attn" in t.name for p in target_placements(config, own_head=False) for t in p.tensors)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -95,23 +95,28 @@ def config_from_hf(hf: Mapping[str, Any]) -> TargetConfig:
         raise ConfigError("attn_output_gate is false: full attention without an output gate is not supported")
     head_dim = fields.size("head_dim")
     rotary_dim, rope = _rope(fields, head_dim)
+    layer_types = _layer_types(fields)
     return TargetConfig(
         **fields.basic(),
         head_dim=head_dim,
         rope=rope,
-        layer_types=_layer_types(fields),
+        layer_types=layer_types,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         attention_gate=True,
         qk_norm=True,
         norm_offset=1.0,
         moe=None if family == "qwen3_5_text" else _moe(fields),
-        delta=DeltaConfig(
-            num_key_heads=fields.size("linear_num_key_heads"),
-            num_value_heads=fields.size("linear_num_value_heads"),
-            key_dim=fields.size("linear_key_head_dim"),
-            value_dim=fields.size("linear_value_head_dim"),
-            conv_width=fields.size("linear_conv_kernel_dim"),
-        ),
+        delta=_delta(fields) if LINEAR in layer_types else None,
+    )
+
+
+def _delta(fields: Fields) -> DeltaConfig:
+    return DeltaConfig(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_value_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        conv_width=fields.size("linear_conv_kernel_dim"),
     )
 
 
@@ -123,15 +128,14 @@ def config_to_hf(config: TargetConfig) -> dict[str, Any]:
     if hf["rope_scaling"] is not None:
         hf["rope_scaling"]["partial_rotary_factor"] = factor
     hf["layer_types"] = list(config.layer_types)
-    if delta is None:
-        raise ConfigError(f"a {family} config.json can not express a model without linear attention (delta = None)")
-    hf.update(
-        linear_num_key_heads=delta.num_key_heads,
-        linear_num_value_heads=delta.num_value_heads,
-        linear_key_head_dim=delta.key_dim,
-        linear_value_head_dim=delta.value_dim,
-        linear_conv_kernel_dim=delta.conv_width,
-    )
+    if delta is not None:
+        hf.update(
+            linear_num_key_heads=delta.num_key_heads,
+            linear_num_value_heads=delta.num_value_heads,
+            linear_key_head_dim=delta.key_dim,
+            linear_value_head_dim=delta.value_dim,
+            linear_conv_kernel_dim=delta.conv_width,
+        )
     if family == "qwen3_5_text":
         return hf
     if family == "qwen3_next":
