@@ -95,7 +95,7 @@ def test_b78_muon_and_a_loss_of_the_whole_law_go_on_bit_by_bit(tmp_path):
     def go(workdir, **options):
         changed, data = config(**options), toy.data()
         changed.loss = {"objective": {"acceptance": 1.0, "hard": 0.5}, "weighting": "dpace", "chunk_slots": 24}
-        changed.step.remat = "layers"
+        changed.step.remat, changed.step.scan_target = "layers", True
         changed.optimizer.kind = "muon"
         train(changed, workdir, target=toy.target(), data=data)
 
