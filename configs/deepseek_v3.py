@@ -6,7 +6,8 @@
 
 say, without a TPU and without the weights (1.3 TB in bf16; the published FP8 files are dequantised on load), what a
 round of 32 rows of 8k tokens, and a training step with the target in it, take on each device. Results: docs/pods.md.
-(tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh only.
+(tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh and in
+scanning the target's layers.
 
 `target.source` is what loading would read. Time and tau: not yet run; serve.py
 is one process, while such a slice has many hosts.
@@ -96,4 +97,5 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant == "train":
         config.mesh.update({"fsdp": 8, "expert": 16, "tensor": 1})
         config.data.batch_size = 8
+        config.step.scan_target = True
     return base.tiny(config, TINY) if variant == "tiny" else config

@@ -6,7 +6,8 @@
 
 say, without a TPU and without the 800 GB of weights, what a round of 32 rows of 8k tokens, and a training step with the
 target in it, take on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chips of two devices each.) The variant
-`train` differs in its mesh only: a step wants rows on many devices, a round wants few hops.
+`train` differs in its mesh, because a step wants rows on many devices and a round few hops, and in scanning the
+target's layers, which compiles faster.
 
 `target.source` is what loading would read. Time and tau: not yet run; serve.py
 is one process, while such a slice has many hosts.
@@ -80,4 +81,5 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant == "train":
         config.mesh.update({"fsdp": 8, "expert": 16, "tensor": 1})
         config.data.batch_size = 8
+        config.step.scan_target = True
     return base.tiny(config, TINY) if variant == "tiny" else config
