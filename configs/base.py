@@ -99,6 +99,7 @@ def experiment(
     config.run.save_every_minutes = config_dict.placeholder(float)  # one process only
     config.run.keep_checkpoints = 2
     config.run.stop_after = config_dict.placeholder(int)
+    config.run.max_minutes = config_dict.placeholder(float)  # for a machine that is lent by the hour; one process only
     config.run.export_weights = "raw"
     config.run.max_loss_ratio = 10.0  # of the running median, three steps in a row: the run stops; inf: never
     config.run.max_grad_norm_ratio = config_dict.placeholder(float)

@@ -8,6 +8,7 @@ tensor  heads, MLP channels and vocabulary
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import ConfigError
@@ -43,10 +45,11 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, expert, tensor) mesh over the first of the devices.
 
-    Axis types are Auto: GSPMD partitions from the shardings of parameters and caches.
+    Axis types are Auto: GSPMD partitions from the shardings of parameters and caches. Where the devices lie in several
+    slices, each slice is a part of the data axis; see `grid_of_slices`.
 
     Raises:
-      ValueError: an axis below 1, or fewer devices than the product of the axes.
+      ValueError: an axis below 1, fewer devices than the product of the axes, or see `grid_of_slices`.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = (data, fsdp, expert, tensor)
@@ -55,9 +58,32 @@ def make_mesh(
             f"a mesh of data={data} x fsdp={fsdp} x expert={expert} x tensor={tensor} needs {math.prod(shape)} "
             f"devices, there are {len(devices)}; every axis must be at least 1"
         )
-    return jax.make_mesh(
-        shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)]
-    )  # fmt: skip
+    devices = devices[: math.prod(shape)]
+    types = (AxisType.Auto,) * len(AXES)
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        return Mesh(grid_of_slices(shape, devices), AXES, axis_types=types)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def grid_of_slices(shape: tuple[int, int, int, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Devices of several slices in the order of a (data, fsdp, expert, tensor) mesh, each slice a part of `data`.
+
+    The network between slices is far slower than the one within, and along `data` there is one sum of gradients a step
+    and nothing else.
+
+    Raises:
+      ValueError: only a part of a slice is in it, or `data` can not be cut into that many.
+    """
+    slices = collections.Counter(device.slice_index for device in devices)
+    data, *within = shape
+    if len(set(slices.values())) > 1 or data % len(slices):
+        raise ValueError(
+            f"data={data}, but the devices lie in slices of {', '.join(map(str, slices.values()))}: whole "
+            "slices are parts of the data axis, so data must be a multiple of their number, the mesh as large as all"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // len(slices), *within), (len(slices), 1, 1, 1), devices, allow_split_physical_axes=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)

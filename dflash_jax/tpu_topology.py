@@ -15,19 +15,19 @@ import jax
 
 from dflash_jax.config import ConfigError
 
-_NAME = re.compile(r"(?P<generation>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
+_NAME = re.compile(r"(?P<slice>(?P<generation>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2}))(,slices=(?P<slices>[1-9]\d*))?")
 _GENERATIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}  # and the dimensions of their tori
 _EXAMPLES = "v5e:4x4, v6e:8x8, v5p:4x4x8, tpu7x:4x4x4"
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice.
+    """A slice, or several alike.
 
     Attributes:
-      name: as it was asked for, such as "v5p:4x4x8".
+      name: as it was asked for, such as "v5p:4x4x8" or "v5e:16x16,slices=2".
       generation: the part of the name before the colon.
-      chips: product of the shape.
+      chips: of all slices together.
       devices: what a mesh is made of. A chip of tpu7x is two of them, of the other generations one.
     """
 
@@ -52,7 +52,7 @@ def prepare_host() -> None:
 
 
 def tpu_topology(name: str) -> Topology:
-    """The slice of a name: generation, colon, chips along each axis of the torus.
+    """The slice of a name: generation, colon, chips along each axis of the torus; ",slices=N" for N of them.
 
     Raises:
       ConfigError: libtpu is missing, or there is no such slice.
@@ -61,9 +61,10 @@ def tpu_topology(name: str) -> Topology:
     if match is None or match["generation"] not in _GENERATIONS:
         raise ConfigError(
             f"topology is {name!r}, must be a TPU generation ({', '.join(_GENERATIONS)}), a colon and the chips along "
-            f"each axis, such as {_EXAMPLES}"
+            f"each axis, such as {_EXAMPLES}; several slices are {'v5e:16x16,slices=2'!r}"
         )
     generation, shape = match["generation"], tuple(int(n) for n in match["shape"].split("x"))
+    slices = int(match["slices"] or 1)
     if len(shape) != _GENERATIONS[generation]:
         raise ConfigError(
             f"topology is {name!r}, but {generation} slices have {_GENERATIONS[generation]} axes, such as {_EXAMPLES}"
@@ -76,10 +77,12 @@ def tpu_topology(name: str) -> Topology:
     # A host has four chips; a slice of one chip is a part of one.
     host = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=match["slice"], chips_per_host_bounds=host, num_slices=slices
+        )
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
             f"topology {name!r} does not exist: {str(error).splitlines()[0]}. Its axes must be multiples of the "
             f"{'x'.join(map(str, host))} chips of a host, such as {_EXAMPLES}"
         ) from error
-    return Topology(name, generation, math.prod(shape), tuple(described.devices))
+    return Topology(name, generation, slices * math.prod(shape), tuple(described.devices))

@@ -92,6 +92,7 @@ def test_mesh_and_topology_must_agree():
         ("h100:2x2", "must be a TPU generation"),
         ("v5p:4x4", "v5p slices have 3 axes"),
         ("v5e:2x2x2", "v5e slices have 2 axes"),
+        ("v5e:2x2,slices=0", r"several slices are 'v5e:16x16,slices=2'"),
     ],
 )
 def test_no_such_topology(name, message):
