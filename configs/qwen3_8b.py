@@ -6,8 +6,8 @@
         --prompt="..."
 
 The target is frozen and runs in each step (no features on disk), weights cut over `fsdp`. A step takes 11.7 of 32 GiB
-on each device of v6e:4x4, and at least 0.13 to 0.2 s (docs/pods.md). Time and tau: not yet run; the published drafter has tau
-6.5 on HumanEval without thinking (arXiv 2602.06036, greedy).
+on each device of v6e:4x4, and at least 0.13 to 0.2 s (docs/pods.md). Time and tau: not yet run; the published drafter
+has tau 6.5 on HumanEval without thinking (arXiv 2602.06036, greedy).
 
 Variant `:tiny`: a random Qwen3 of width 64, the whole way in about a minute on two CPU cores; tau stays near 1.
 """
