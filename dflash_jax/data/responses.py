@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -27,6 +27,7 @@ from dflash_jax.models.target import Target
 Mode = Literal["greedy", "sampled", "natural"]
 MODES = ("greedy", "sampled", "natural")
 FORMAT = 1
+TURN = "/turn"  # between the id of a conversation and the number of a turn in it
 _MANIFEST = "manifest.json"
 _ROWS = "responses.jsonl"
 _PROBE_TEXT = "def f(x: int = 10) -> str:\n    return 'a  b'  # naïve — ½ 東京 🙂\n"
@@ -127,24 +128,39 @@ def joined_turns(responses: Iterable[Response]) -> list[Response]:
     return list(held.values())
 
 
+def conversation_id(response_id: str, multi_turn: bool) -> str:
+    """Id of the prompt that a response answers (a turn of)."""
+    return response_id.rpartition(TURN)[0] if multi_turn else response_id
+
+
 def read_samples(
-    stores: ResponseStore | Iterable[ResponseStore], max_length: int | None = None, modes: Iterable[Mode] = MODES
+    stores: ResponseStore | Iterable[ResponseStore],
+    max_length: int | None = None,
+    modes: Iterable[Mode] = MODES,
+    prompts: Iterable[Collection[str] | None] | None = None,
 ) -> list[Sample]:
     """The samples of one or several stores, in store order, each cut at max_length; see `joined_turns`.
 
     Samples that keep no two neighbouring supervised tokens after the cut are left out: no block could start there.
 
+    Args:
+      prompts: for each store the ids of the prompts whose answers are read, None for all: a store is filled by every
+        run that uses it, and may hold more than this one asks for.
+
     Raises:
       StoreError: an id is in two stores, or the stores' tokenizers differ.
     """
     stores = [stores] if isinstance(stores, ResponseStore) else list(stores)
+    prompts = [None] * len(stores) if prompts is None else list(prompts)
     seen: dict[str, ResponseStore] = {}
     samples = []
-    for store in stores:
+    for store, wanted in zip(stores, prompts, strict=True):
         first = stores[0]
         if store.manifest["fingerprint"].get("tokenizer") != first.manifest["fingerprint"].get("tokenizer"):
             raise StoreError(f"{store.path} and {first.path} hold ids of different tokenizers")
-        for response in joined_turns(store.rows()):
+        multi_turn = bool(store.manifest["fingerprint"].get("multi_turn"))
+        rows = (r for r in store.rows() if wanted is None or conversation_id(r.id, multi_turn) in wanted)
+        for response in joined_turns(rows):
             if response.mode not in tuple(modes):
                 continue
             if response.id in seen:

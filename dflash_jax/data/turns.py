@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.config import ConfigError
 from dflash_jax.data.prompts import Message, Prompt
-from dflash_jax.data.responses import Response
-
-_TURN = "/turn"
-
-
-def conversation_id(response_id: str, multi_turn: bool) -> str:
-    """Id of the prompt that a response answers (a turn of)."""
-    return response_id.rpartition(_TURN)[0] if multi_turn else response_id
+from dflash_jax.data.responses import TURN, Response
 
 
 class Talk:
@@ -75,7 +68,7 @@ class Talk:
         return self._id(self._turn - 1) if self._turn else ""
 
     def _id(self, turn: int) -> str:
-        return f"{self._prompt.id}{_TURN}{turn}" if self._multi_turn else self._prompt.id
+        return f"{self._prompt.id}{TURN}{turn}" if self._multi_turn else self._prompt.id
 
     @property
     def question(self) -> list[Message]:

@@ -29,6 +29,9 @@ from dflash_jax.data.vocabulary import draft_vocabulary
 from dflash_jax.models.target import Target
 from dflash_jax.training import processes
 
+# A store and the ids of the prompts that this run takes from it, None for all: other runs may have asked for more.
+_Wanted = tuple[pathlib.Path, frozenset[str] | None]
+
 
 class BatchIterator(Protocol):
     """Batches for ever, from a position that can be saved: what a Grain iterator is."""
@@ -140,10 +143,12 @@ def open_training_data(
     if config.batch_size % count:
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {count} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
-    stores = [pathlib.Path(path) for path in config.stores]
+    stores: list[_Wanted] = [(pathlib.Path(path), None) for path in config.stores]
     stores += _answers(config, target, directory)
     stores += processes.in_turn(lambda: _natural(config, target, directory))
-    samples = read_samples([ResponseStore(path) for path in stores], config.seq_len)
+    samples = read_samples(
+        [ResponseStore(path) for path, _ in stores], config.seq_len, prompts=[wanted for _, wanted in stores]
+    )
     supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
     logging.info("%d samples, %d supervised tokens", len(samples), supervised)
     # A folder a choice of taps: runs that share the answers may differ in them.
@@ -172,8 +177,8 @@ def open_training_data(
     return TrainingData(batches, samples, facts)
 
 
-def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Fills the stores of answers, all processes at the same time, each its share; the stores' folders."""
+def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> list[_Wanted]:
+    """Fills the stores of answers, all processes at the same time, each its share."""
     stores = []
     for name, fields in config.answers.items():
         answers = from_config_dict(AnswerConfig, fields)
@@ -181,17 +186,18 @@ def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> lis
         if answers.chat_template_kwargs is None:
             options["chat_template_kwargs"] = config.chat_template_kwargs
         options["drafter"] = load_drafter(answers.drafter, target) if answers.drafter else None
+        prompts = _prompts(config, answers.prompts)
         report, folders = regenerate_share(
-            target, _prompts(config, answers.prompts), directory / name,
+            target, prompts, directory / name,
             part=jax.process_index(), parts=jax.process_count(), wait=processes.all_done, **options,
         )  # fmt: skip
         logging.info("answers %r: %s", name, report)
-        stores += folders
+        stores += [(folder, frozenset(p.id for p in prompts)) for folder in folders]
     return stores
 
 
-def _natural(config: DataConfig, target: Target, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Fills the store of natural text, if any is asked for; its folder."""
+def _natural(config: DataConfig, target: Target, directory: pathlib.Path) -> list[_Wanted]:
+    """Fills the store of natural text, if any is asked for."""
     if not config.natural:
         return []
     prompts = _prompts(config, config.natural)
@@ -199,7 +205,7 @@ def _natural(config: DataConfig, target: Target, directory: pathlib.Path) -> lis
         target, prompts, directory / "natural", chat_template_kwargs=config.chat_template_kwargs
     )  # fmt: skip
     logging.info("natural text: %s", report)
-    return [directory / "natural"]
+    return [(directory / "natural", frozenset(p.id for p in prompts))]
 
 
 def _prompts(config: DataConfig, counts: Counts) -> list[Prompt]:

@@ -119,6 +119,8 @@ def test_samples_mask_the_prompt_and_drop_what_can_not_be_trained_on(tmp_path):
     assert [s.id for s in samples] == ["r0", "r2"]  # one supervised token alone gives no block
     for s in samples:
         np.testing.assert_array_equal(s.loss_mask_S, [False, False, False, True, True])
+    store = ResponseStore(tmp_path / "a")
+    assert [s.id for s in read_samples(store, max_length=5, prompts=[{"r2", "r9"}])] == ["r2"]
     with ResponseStore(tmp_path / "b", {**MADE_BY, "temperature": 1.0}) as other:
         other.append([response(0)])
     with pytest.raises(StoreError, match="r0 is both in"):

@@ -94,6 +94,24 @@ def test_a_drafter_answers_faster_and_not_otherwise(tmp_path, monkeypatch):
     assert calls[0] is None and calls[-1].config.block_size == 4
 
 
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_a_run_reads_the_prompts_that_it_asks_for_from_stores_that_hold_more(tmp_path, multi_turn):
+    """Runs share a data directory (sweeps do): what one has asked for must not train another."""
+    target = tiny_target()
+
+    def opened(count):
+        answers = {"prompts": {"instruction": count}, "max_new_tokens": 8, "batch_size": 4, "multi_turn": multi_turn}
+        section = {
+            "batch_size": 2, "seq_len": 256, "features": False, "answers": {"greedy": answers},
+            "natural": {"tasks_natural": count}, "directory": str(tmp_path / "data"),
+        }  # fmt: skip
+        return open_training_data(section, target, (1, 3), tmp_path)
+
+    few, more, again = opened(2), opened(5), opened(2)
+    assert len(few.samples) <= 4 < len(more.samples)  # an answer of one token is no sample
+    assert again.facts == few.facts and [s.id for s in again.samples] == [s.id for s in few.samples]
+
+
 def test_bad_sections_are_named():
     with pytest.raises(ConfigError, match="neither answers, natural nor stores"):
         DataConfig(4, 32)
