@@ -8,8 +8,11 @@ them as a static, hashable argument.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+
+from dflash_jax import field_types
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -24,24 +27,49 @@ class ConfigError(ValueError):
     """A configuration that can not be right: names the field, the value and the way out."""
 
 
-def from_config_dict(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Builds dataclass `cls` from a mapping, refusing unknown and missing fields by name.
+def from_config_dict(cls: type[T], values: Mapping[str, Any], section: str = "") -> T:
+    """Builds dataclass `cls` from a mapping, refusing unknown and missing fields and other types by name.
+
+    Args:
+      section: what `values` is called in the config, for messages; the name of `cls` where it is left out.
 
     Raises:
-      ConfigError: a key of `values` is no field of `cls`, or a field without default is missing.
+      ConfigError: `values` is no mapping, a key of it is no field of `cls`, a field without default is missing, or a
+        value is not of its field's type (see `field_types.fits`).
     """
+    if not hasattr(values, "items"):
+        raise ConfigError(f"{section or cls.__name__} is {values!r}, must be a section with fields of its own")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        raise ConfigError(f"{cls.__name__} has no field {unknown[0]!r}; it knows {', '.join(sorted(fields))}")
+        raise ConfigError(
+            f"{section or cls.__name__} has no field {unknown[0]!r}; it knows {', '.join(sorted(fields))}"
+        )
     missing = sorted(
         name
         for name, f in fields.items()
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and name not in values
     )
     if missing:
-        raise ConfigError(f"{cls.__name__} needs the field {missing[0]!r}, which is not set")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        raise ConfigError(f"{section or cls.__name__} needs the field {missing[0]!r}, which is not set")
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    check_types(given, typing.get_type_hints(cls), section or cls.__name__)
+    return cls(**given)
+
+
+def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any], section: str) -> None:
+    """Refuses values that are not of their field's type.
+
+    Args:
+      kinds: annotation by field; fields without one are not looked at. A ConfigDict counts as a mapping.
+
+    Raises:
+      ConfigError: names the first, its value and what it must be.
+    """
+    for name, value in values.items():
+        plain = value.to_dict() if hasattr(value, "to_dict") else value
+        if name in kinds and not field_types.fits(plain, kinds[name]):
+            raise ConfigError(f"{section}.{name} is {plain!r}, must be {field_types.described(kinds[name])}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,6 +401,8 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     Raises:
       ConfigError: the target is too shallow for the rule (it would repeat, turn back or leave the range).
     """
+    if num_taps < 1:
+        raise ConfigError(f"target_layer_ids is {num_taps}, must be a number of taps, at least 1, or the layers' ids")
     if num_taps == 1:
         ids = (num_target_layers // 2,)
     else:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from absl import logging
 
+from dflash_jax.config import ConfigError
 from dflash_jax.data import code_prompts, code_tasks, conversation_files, templates
 from dflash_jax.data.code_prompts import CodeFunction, stable_hash
 from dflash_jax.data.conversation_files import SourceError
@@ -178,25 +179,49 @@ def load(name: str, seed: int = 0, limit: int | None = None, split: Split = "tra
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'heldout'")
+    _check_name(name)
     source, at, roots = name.partition("@")
     if conversation_files.is_file_source(name):
         prompts = list(from_files(name, seed, limit, split))
-    elif source in SOURCES:
-        if at and source not in ("code", "code_natural"):
-            raise ValueError(f"prompt source {name!r}: only code and code_natural take roots behind '@'")
+    else:
         options = {"roots": tuple(roots.split(","))} if at else {}
         prompts = list(SOURCES[source](seed, limit, split, **options))
-    else:
-        raise ValueError(
-            f"prompt source {name!r} is unknown; known are {', '.join(SOURCES)}, paths of .jsonl and .parquet files, "
-            "and hf:NAME"
-        )
     if limit is not None and len(prompts) < limit:
-        raise ValueError(f"prompt source {name!r} has {len(prompts)} prompts in split {split!r}, {limit} are asked for")
+        raise ConfigError(
+            f"prompt source {name!r} has {len(prompts)} prompts in split {split!r}, {limit} are asked for; ask for "
+            "fewer, or None for all"
+        )
     return prompts
 
 
 Counts = Mapping[str, int | None] | Sequence[tuple[str, int | None]]
+
+
+def check_counts(counts: Counts, field: str) -> None:
+    """Looks at the numbers and at the names of the program's own sources, and reads nothing.
+
+    Raises:
+      ConfigError: a number below 1 or an unknown source, by `field`.
+    """
+    for name, count in counts.items() if isinstance(counts, Mapping) else counts:
+        _check_name(name)
+        if count is not None and count < 1:
+            raise ConfigError(
+                f"{field}: {name} is {count}, must be at least 1, or None for all; leave the source out for none"
+            )
+
+
+def _check_name(name: str) -> None:
+    source, at, _ = name.partition("@")
+    if conversation_files.is_file_source(name):
+        return
+    if source not in SOURCES:
+        raise ConfigError(
+            f"prompt source {name!r} is unknown; known are {', '.join(SOURCES)}, paths of .jsonl and .parquet files, "
+            "and hf:NAME"
+        )
+    if at and source not in ("code", "code_natural"):
+        raise ConfigError(f"prompt source {name!r}: only code and code_natural take roots behind '@'")
 
 
 def file_sources(counts: Counts) -> list[str]:
@@ -231,7 +256,7 @@ def mixture(
             found = kept
         for p in found:
             if prompts.setdefault(p.id, p).messages != p.messages:
-                raise ValueError(
+                raise ConfigError(
                     f"prompt source {name!r}: id {p.id} stands for another conversation in a source of the same name; "
                     "rename one of the files"
                 )

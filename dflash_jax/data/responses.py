@@ -143,16 +143,18 @@ def read_samples(
 
     Samples that keep no two neighbouring supervised tokens after the cut are left out: no block could start there.
 
+    Prompts may be answered in several stores (greedy and sampled, with and without thinking); an answer that two of
+    them share counts once.
     Args:
       prompts: for each store the ids of the prompts whose answers are read, None for all: a store is filled by every
         run that uses it, and may hold more than this one asks for.
 
     Raises:
-      StoreError: an id is in two stores, or the stores' tokenizers differ.
+      StoreError: the stores' tokenizers differ.
     """
     stores = [stores] if isinstance(stores, ResponseStore) else list(stores)
     prompts = [None] * len(stores) if prompts is None else list(prompts)
-    seen: dict[str, ResponseStore] = {}
+    seen: set[tuple[str, bytes]] = set()
     samples = []
     for store, wanted in zip(stores, prompts, strict=True):
         first = stores[0]
@@ -163,10 +165,11 @@ def read_samples(
         for response in joined_turns(rows):
             if response.mode not in tuple(modes):
                 continue
-            if response.id in seen:
-                raise StoreError(f"response {response.id} is both in {seen[response.id].path} and in {store.path}")
-            seen[response.id] = store
             sample = sample_of(response, max_length)
+            content = (response.id, hashlib.sha256(sample.token_S.tobytes()).digest())
+            if content in seen:
+                continue
+            seen.add(content)
             if np.any(sample.loss_mask_S[1:] & sample.loss_mask_S[:-1]):
                 samples.append(sample)
     return samples

@@ -176,9 +176,7 @@ def read_config(config: ConfigDict) -> ServeConfig:
     for name, values in groups.items():
         if name not in _SECTIONS:
             raise ConfigError(f"the config has a section {name!r}; serve.py knows {', '.join(_SECTIONS)}")
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{name} is {values!r}, must be a section with fields of its own")
-        sections[name] = from_config_dict(_SECTIONS[name], values)
+        sections[name] = from_config_dict(_SECTIONS[name], values, name)
     return from_config_dict(ServeConfig, sections)
 
 

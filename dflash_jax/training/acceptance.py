@@ -12,7 +12,7 @@ from absl import logging
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.conversations import encode_prompt
-from dflash_jax.data.prompts import Counts, mixture
+from dflash_jax.data.prompts import Counts, check_counts, mixture
 from dflash_jax.decoding.generate import generate
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.evaluation.cost_curve import call_seconds
@@ -46,6 +46,14 @@ class EvaluationConfig:
     cost_repeats: int = 20
 
     def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 2), ("batch_size", 1), ("max_prompt_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"evaluation.{name} is {getattr(self, name)}, must be at least {least}")
+        if self.block_size is not None and self.block_size < 2:
+            raise ConfigError(
+                f"evaluation.block_size is {self.block_size}, must be at least 2, or None for the trained size"
+            )
+        check_counts(self.prompts, "evaluation.prompts")
         if self.cost_repeats < 0:
             raise ConfigError(
                 f"evaluation.cost_repeats is {self.cost_repeats}, must be at least 0 (no prediction of the speedup)"
@@ -66,18 +74,25 @@ def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | Non
     Raises:
       ConfigError: every prompt is too long.
     """
-    config = from_config_dict(EvaluationConfig, values)
+    config = from_config_dict(EvaluationConfig, values, "evaluation")
     if not config.prompts:
         return None
+    room = target.config.max_positions - config.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"evaluation.max_tokens is {config.max_tokens}, must be less than {target.config.max_positions}, the "
+            "target's context"
+        )
     encoded: dict[str, list[list[int]]] = {}
     found = mixture(config.prompts, config.seed, "heldout")
     for prompt in found:
         ids = encode_prompt(target.tokenizer, prompt.question, **config.chat_template_kwargs)
-        if len(ids) <= config.max_prompt_tokens:
+        if len(ids) <= min(room, config.max_prompt_tokens):
             encoded.setdefault(prompt.source, []).append(ids)
     if not encoded:
         raise ConfigError(
-            f"evaluation.max_prompt_tokens is {config.max_prompt_tokens}: all {len(found)} held-out prompts are longer"
+            f"evaluation.max_prompt_tokens is {config.max_prompt_tokens} and the context has room for {room}: all "
+            f"{len(found)} held-out prompts are longer"
         )
     logging.info("evaluation on held-out prompts: %s", {name: len(ids) for name, ids in encoded.items()})
 

@@ -13,6 +13,7 @@ So the targets may differ in family, width, depth, vocabulary, mask token and ta
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from dflash_jax.checkpoints.json_files import read_json
 from dflash_jax.checkpoints.load_drafter import drafter_directory
 from dflash_jax.checkpoints.placement import load_params
 from dflash_jax.checkpoints.safetensors_reader import SafetensorsReader
-from dflash_jax.config import FULL, ConfigError, DrafterConfig, TargetConfig
+from dflash_jax.config import FULL, ConfigError, DrafterConfig, TargetConfig, check_types
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import abstract_model
 from dflash_jax.training.initialise import drafter_config, projected_from
@@ -40,6 +41,7 @@ _NOT_THE_TRUNK = (
 )  # fmt: skip
 # Fields of the `drafter` section that say how to start or to serve, not what the drafter is.
 _OF_THE_RUN = ("init_layers", "init_from", "init_target", "trunk", "draft_vocab_size", "source", "proposal")
+_KINDS = {"init_layers": tuple[int, ...], "init_from": str, "init_target": str, "trunk": str, "draft_vocab_size": int}
 # Those that describe a trunk, besides its layers.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
 
@@ -62,6 +64,41 @@ def check_trunk(section: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"drafter.init_target is {init_target!r}, but drafter.trunk is {trunk!r}: an adapter is fitted to a frozen "
             "trunk alone; leave it empty"
+        )
+
+
+def check_section(section: Mapping[str, Any]) -> None:
+    """Refuses a `drafter` section that can be right for no target.
+
+    Raises:
+      ConfigError: names the field.
+    """
+    kinds = {**typing.get_type_hints(drafter_config), **_KINDS}
+    frozen = section.get("trunk") == FROZEN
+    if frozen:
+        kinds |= {"num_layers": int | None}
+    known = sorted({*kinds, *_OF_THE_RUN} - {"target", "return"})
+    for name in section:
+        if name not in known:
+            raise ConfigError(f"drafter has no field {name!r}; it knows {', '.join(known)}")
+    check_types(dict(section), kinds, "drafter")
+    check_trunk(section)
+    if section["block_size"] < 2:
+        raise ConfigError(
+            f"drafter.block_size is {section['block_size']}, must be at least 2 (the anchor and one drafted token)"
+        )
+    for name in ("num_layers", *_SHAPE):
+        value = section.get(name)
+        if value is not None and value < 1:
+            raise ConfigError(f"drafter.{name} is {value}, must be at least 1")
+    if section["draft_vocab_size"] < 0:
+        raise ConfigError(
+            f"drafter.draft_vocab_size is {section['draft_vocab_size']}, must be at least 1, or 0 for all"
+        )
+    if not frozen and section["init_layers"] and len(section["init_layers"]) != section["num_layers"]:
+        raise ConfigError(
+            f"drafter.init_layers {tuple(section['init_layers'])} must name drafter.num_layers = "
+            f"{section['num_layers']} layers of the target, one a drafter layer, or be empty"
         )
 
 

@@ -59,7 +59,7 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
     prepare_host()
     check_trunk(config.drafter)
     place = tpu_topology(topology)
-    mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh), place), CHIPS[place.generation]
+    mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh, "mesh"), place), CHIPS[place.generation]
     architecture = config.target.get("architecture")
     target, _ = read_architectures(config.target.source, None if architecture is None else architecture.to_dict())
     drafter = configured_drafter(config.drafter, target)
@@ -112,7 +112,7 @@ def abstract_train_step(
     Raises:
       ConfigError: the batch does not divide over the mesh's data shards.
     """
-    optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
+    optimizer_config = from_config_dict(OptimizerConfig, config.optimizer, "optimizer")
     step_config = StepConfig.of(config.step, config.loss, drafter.block_size)
     graphdef, params = laid_out(None, DFlash, drafter, jnp.float32)
     # Measured on text in a run; as numbers in the program they change nothing of what it takes.

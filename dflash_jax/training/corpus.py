@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,21 +17,23 @@ import jax
 import numpy as np
 from absl import logging
 
-from dflash_jax.checkpoints.load_drafter import load_drafter
+from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data import held_out
 from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import FeatureStore, compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
-from dflash_jax.data.prompts import Counts, Prompt, file_sources, mixture
+from dflash_jax.data.prompts import Counts, Prompt, check_counts, file_sources, mixture
 from dflash_jax.data.regenerate import regenerate_share, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
+from dflash_jax.decoding.sampling import check_sampling_value
 from dflash_jax.models.target import Target
 from dflash_jax.training import processes
 
 # A store and the ids of the prompts that this run takes from it, None for all: other runs may have asked for more.
 _Wanted = tuple[pathlib.Path, frozenset[str] | None]
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class BatchIterator(Protocol):
@@ -85,6 +88,40 @@ class AnswerConfig:
     chat_template_kwargs: Mapping[str, Any] | None = None
     drafter: str = ""
 
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, Any]) -> AnswerConfig:
+        """The fields of store `name` of the `data.answers` section, checked before anything is answered.
+
+        Raises:
+          ConfigError: the name can be no folder beside the others, or a field is wrong.
+        """
+        where = f"data.answers.{name}"
+        if name == "natural" or name.startswith("features") or ".part-" in name or not _PLAIN_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{where}: {name!r} can not be the name of a store: it names a folder, beside `natural` and "
+                "`features-...`; take letters, digits, '_' and '-'"
+            )
+        config = from_config_dict(cls, values, where)
+        if not config.prompts:
+            raise ConfigError(
+                f"{where}.prompts is empty: name a source and how many of its prompts; see docs/training.md"
+            )
+        check_counts(config.prompts, f"{where}.prompts")
+        for field in ("max_new_tokens", "batch_size"):
+            if getattr(config, field) < 1:
+                raise ConfigError(f"{where}.{field} is {getattr(config, field)}, must be at least 1")
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
+            raise ConfigError(
+                f"{where}.max_prompt_tokens is {config.max_prompt_tokens}, must be at least 1, or None for what the "
+                "target's context leaves"
+            )
+        try:
+            for field in ("temperature", "top_k", "top_p", "min_p"):
+                check_sampling_value(field, getattr(config, field), where)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return config
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -123,6 +160,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not (self.answers or self.natural or self.stores):
             raise ConfigError("data has neither answers, natural nor stores: there is nothing to train on")
+        for name, least in (("batch_size", 1), ("seq_len", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"data.{name} is {getattr(self, name)}, must be at least {least}")
+        for name, fields in self.answers.items():
+            AnswerConfig.of(name, fields)
+        check_counts(self.natural, "data.natural")
+        if self.seed < 0:
+            raise ConfigError(f"data.seed is {self.seed}, must be at least 0")
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}, must be at least 0")
         if self.keep_out not in ("human_eval", ""):
@@ -138,17 +183,38 @@ def open_training_data(
       values: the `data` section of a config; see `DataConfig`.
       tap_ids: target layers whose states the drafter reads.
     """
-    config = from_config_dict(DataConfig, values)
+    config = from_config_dict(DataConfig, values, "data")
+    if config.seq_len > target.config.max_positions and not config.packing:
+        raise ConfigError(
+            f"data.seq_len is {config.seq_len}, must be at most {target.config.max_positions}, the target's context; "
+            "longer rows need data.packing"
+        )
+    for name, fields in config.answers.items():
+        if (own := AnswerConfig.of(name, fields)).drafter:
+            drafter_directory(own.drafter)  # one that is not there is said before anything is answered
+        if own.max_new_tokens >= target.config.max_positions:
+            raise ConfigError(
+                f"data.answers.{name}.max_new_tokens is {own.max_new_tokens}, must be less than "
+                f"{target.config.max_positions}, the target's context"
+            )
     count = jax.process_count()
     if config.batch_size % count:
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {count} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
     stores: list[_Wanted] = [(pathlib.Path(path), None) for path in config.stores]
-    stores += _answers(config, target, directory)
-    stores += processes.in_turn(lambda: _natural(config, target, directory))
+    # All sources are read before the first answer: what is wrong with the last of them shall not show after hours.
+    asked = {name: _prompts(config, AnswerConfig.of(name, fields).prompts) for name, fields in config.answers.items()}
+    natural = processes.in_turn(lambda: _natural(config, target, directory))
+    stores += [*_answers(config, asked, target, directory), *natural]
     samples = read_samples(
         [ResponseStore(path) for path, _ in stores], config.seq_len, prompts=[wanted for _, wanted in stores]
     )
+    if not samples:
+        answered = sum(len(ResponseStore(path)) for path, _ in stores)
+        raise ConfigError(
+            f"data.seq_len is {config.seq_len}: of {answered} answers none keeps two supervised tokens within it. "
+            "Raise it, or shorten the prompts; where there are no answers, raise max_prompt_tokens of data.answers"
+        )
     supervised = sum(int(s.loss_mask_S.sum()) for s in samples)
     logging.info("%d samples, %d supervised tokens", len(samples), supervised)
     # A folder a choice of taps: runs that share the answers may differ in them.
@@ -177,16 +243,18 @@ def open_training_data(
     return TrainingData(batches, samples, facts)
 
 
-def _answers(config: DataConfig, target: Target, directory: pathlib.Path) -> list[_Wanted]:
+def _answers(
+    config: DataConfig, asked: Mapping[str, list[Prompt]], target: Target, directory: pathlib.Path
+) -> list[_Wanted]:
     """Fills the stores of answers, all processes at the same time, each its share."""
     stores = []
     for name, fields in config.answers.items():
-        answers = from_config_dict(AnswerConfig, fields)
+        answers = AnswerConfig.of(name, fields)
         options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
         if answers.chat_template_kwargs is None:
             options["chat_template_kwargs"] = config.chat_template_kwargs
         options["drafter"] = load_drafter(answers.drafter, target) if answers.drafter else None
-        prompts = _prompts(config, answers.prompts)
+        prompts = asked[name]
         report, folders = regenerate_share(
             target, prompts, directory / name,
             part=jax.process_index(), parts=jax.process_count(), wait=processes.all_done, **options,

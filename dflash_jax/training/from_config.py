@@ -12,18 +12,96 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from dflash_jax import sharding
-from dflash_jax.checkpoints.load_drafter import load_drafter, shared_weights
+from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
-from dflash_jax.config import ConfigError, DrafterConfig, from_config_dict
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, check_types, from_config_dict
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.training import processes
-from dflash_jax.training.adapter import FROZEN, read_trunk, with_trunk_of
+from dflash_jax.training.acceptance import EvaluationConfig
+from dflash_jax.training.adapter import FROZEN, check_section, read_trunk, with_trunk_of
 from dflash_jax.training.adapter_fit import fit_adapter
-from dflash_jax.training.corpus import BatchIterator
+from dflash_jax.training.corpus import BatchIterator, DataConfig
 from dflash_jax.training.dry_run import TINY, tiny_target
 from dflash_jax.training.initialise import Statistics, initial_params, measure
+from dflash_jax.training.metrics import check_wandb
 from dflash_jax.training.objectives import LossConfig
+from dflash_jax.training.optimizer import OptimizerConfig
+from dflash_jax.training.run_config import RunConfig
+from dflash_jax.training.step import StepConfig
+
+_SECTIONS = ("seed", "mesh", "target", "drafter", "data", "step", "loss", "optimizer", "run", "evaluation")
+
+
+def check_sections(
+    config: ConfigDict, *, data: bool, evaluation: bool
+) -> tuple[RunConfig, OptimizerConfig, StepConfig]:
+    """Checks what can be checked before a target is loaded and prompts are answered for hours.
+
+    Args:
+      data, evaluation: whether the run reads these sections (it may be given its own).
+
+    Raises:
+      ConfigError: a section or field is unknown, missing or wrong, or two fields contradict each other.
+    """
+    for name in config:
+        if name not in _SECTIONS:
+            raise ConfigError(f"the config has a section {name!r}; train.py knows {', '.join(_SECTIONS)}")
+    check_types({"seed": config.seed}, {"seed": int}, "config")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed is {config.seed}, must lie in [0, 2 ** 32)")
+    run = from_config_dict(RunConfig, config.run.to_dict(), "run")
+    check_wandb(run.wandb)
+    optimizer = from_config_dict(OptimizerConfig, config.optimizer, "optimizer")
+    if run.export_weights == "ema" and not optimizer.ema_decay:
+        raise ConfigError(
+            "run.export_weights is 'ema', but optimizer.ema_decay is 0: no average is kept; set it (such as 0.999), or "
+            "export 'raw' weights"
+        )
+    for name, instead in (("save_every_minutes", "save_every"), ("max_minutes", "stop_after")):
+        if getattr(run, name) is not None and jax.process_count() > 1:
+            raise ConfigError(f"run.{name} needs a single process; set it to None and use run.{instead}")
+    check_section(config.drafter)
+    step = StepConfig.of(config.step, config.loss, config.drafter.block_size)
+    if data:
+        section = from_config_dict(DataConfig, config.data.to_dict(), "data")
+        if section.batch_size % step.accumulation:
+            raise ConfigError(
+                f"step.accumulation is {step.accumulation}, must divide data.batch_size = {section.batch_size}"
+            )
+        mesh = from_config_dict(MeshConfig, config.mesh, "mesh")
+        shards = mesh.data * mesh.fsdp
+        if section.batch_size % shards:
+            raise ConfigError(
+                f"data.batch_size is {section.batch_size}, must be a multiple of the {shards} shards that mesh.data x "
+                "mesh.fsdp makes of its rows"
+            )
+    if evaluation:
+        size = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation").block_size
+        if size is not None and size > config.drafter.block_size:
+            raise ConfigError(
+                f"evaluation.block_size is {size}, must be at most drafter.block_size = {config.drafter.block_size}"
+            )
+    return run, optimizer, step
+
+
+def check_for_target(section: ConfigDict, target: TargetConfig) -> None:
+    """Refuses a `drafter` section that can not be right for this target; `configured_drafter` checks the rest.
+
+    Raises:
+      ConfigError: names the field. CheckpointError: `init_from` is not there.
+    """
+    if section.draft_vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size is {section.draft_vocab_size}, must be at most {target.vocab_size}, the "
+            "target's vocabulary; 0 takes all of it"
+        )
+    for layer in section.init_layers:
+        if not 0 <= layer < target.num_layers:
+            raise ConfigError(f"drafter.init_layers holds {layer}, must lie in [0, {target.num_layers})")
+    if section.init_from:
+        drafter_directory(section.init_from)
+
 
 FIT_BATCHES = 8  # batches of text that an adapter is fitted on before it is trained
 
@@ -47,7 +125,7 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     Raises:
       ConfigError: it does not suit the processes.
     """
-    mesh, count = from_config_dict(MeshConfig, config.mesh), jax.process_count()
+    mesh, count = from_config_dict(MeshConfig, config.mesh, "mesh"), jax.process_count()
     if count > 1 and mesh.size != jax.device_count():
         raise ConfigError(
             f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "

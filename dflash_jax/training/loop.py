@@ -24,7 +24,6 @@ from dflash_jax import sharding
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab, write_draft_vocab
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, shared_weights
-from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data.batches import sample_ids
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
@@ -32,16 +31,15 @@ from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.target import Target
 from dflash_jax.training import from_config, processes
 from dflash_jax.training.acceptance import Evaluate, open_evaluation
-from dflash_jax.training.adapter import check_trunk, configured_drafter, trainable
+from dflash_jax.training.adapter import configured_drafter, trainable
 from dflash_jax.training.checkpointing import Checkpoints, check_fingerprint
 from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, open_training_data
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.interrupts import stop_signal
-from dflash_jax.training.metrics import MetricsWriter, check_wandb, summarise
-from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dflash_jax.training.metrics import MetricsWriter, summarise
+from dflash_jax.training.optimizer import make_optimizer
 from dflash_jax.training.profiling import Profile, peak_device_bytes
-from dflash_jax.training.run_config import RunConfig
-from dflash_jax.training.step import Frozen, StepConfig, TrainState, init_state, make_loss, make_train_step, put_batch
+from dflash_jax.training.step import Frozen, TrainState, init_state, make_loss, make_train_step, put_batch
 from dflash_jax.training.watch import Explosion, TrainingDiverged, warn_if_apart
 
 
@@ -81,20 +79,10 @@ def train(
     """
     began = time.monotonic()
     workdir = pathlib.Path(workdir).absolute()
+    run, optimizer_config, step_config = from_config.check_sections(
+        config, data=data is None, evaluation=evaluate is None
+    )
     workdir.mkdir(parents=True, exist_ok=True)
-    run = from_config_dict(RunConfig, config.run.to_dict())
-    check_wandb(run.wandb)
-    optimizer_config = from_config_dict(OptimizerConfig, config.optimizer)
-    if run.export_weights == "ema" and not optimizer_config.ema_decay:
-        raise ConfigError(
-            "run.export_weights is 'ema', but optimizer.ema_decay is 0: no average is kept; set it (such as 0.999), or "
-            "export 'raw' weights"
-        )
-    for name, instead in (("save_every_minutes", "save_every"), ("max_minutes", "stop_after")):
-        if getattr(run, name) is not None and jax.process_count() > 1:
-            raise ConfigError(f"run.{name} needs a single process; set it to None and use run.{instead}")
-
-    check_trunk(config.drafter)
     logging.info("== target")
     mesh = from_config.configured_mesh(config)
     if target is None:
@@ -104,14 +92,14 @@ def train(
     logging.info("== data")
     draft = configured_drafter(config.drafter, target.config)
     check_mask(draft, target, "Set drafter.mask_token_id to a special token that the chat format never uses")
+    from_config.check_for_target(config.drafter, target.config)
     own = processes.here(target)  # answers, reads, measures and decodes; `target` takes the training steps
+    if evaluate is None:  # first: what is wrong with it shall show before prompts are answered
+        evaluate = open_evaluation(config.evaluation.to_dict(), own)
     if data is None:
         data = open_training_data(config.data.to_dict(), own, draft.target_layer_ids, workdir)
-    if evaluate is None:
-        evaluate = open_evaluation(config.evaluation.to_dict(), own)
 
     logging.info("== drafter")
-    step_config = StepConfig.of(config.step, config.loss, draft.block_size)
     fingerprint = {
         "seed": config.seed,
         "target": {"source": target.source, "config": dataclasses.asdict(target.config)},

@@ -18,6 +18,7 @@ outside U is lost, and their least value is p(V - U) and -log p(U).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax import field_types
 from dflash_jax.config import ConfigError, from_config_dict
 
 
@@ -208,7 +210,7 @@ class LossConfig:
                     f"loss.{old} = {section[old]} is now loss.objective = {{{name!r}: {section[old]}}}: objectives are "
                     "named, with their coefficients, in one field"
                 )
-        return from_config_dict(cls, section)
+        return from_config_dict(cls, section, "loss")
 
     @property
     def needs_target(self) -> bool:
@@ -230,12 +232,18 @@ def _pairs(objective: Any) -> tuple[tuple[str, float], ...]:
     """Sorted (name, coefficient) without zeros, from a name, a mapping or pairs."""
     if isinstance(objective, str):
         objective = {objective: 1.0}
-    pairs = dict(objective.items() if hasattr(objective, "items") else objective)
+    try:
+        pairs = dict(objective.items() if hasattr(objective, "items") else objective)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"loss.objective is {objective!r}, must be a name, or a dict of names to coefficients; names are "
+            f"{', '.join(OBJECTIVES)}"
+        ) from error
     for name, coefficient in pairs.items():
         if name not in OBJECTIVES:
             raise ConfigError(f"loss.objective names {name!r}, must be one of {', '.join(OBJECTIVES)}")
-        if not np.isfinite(coefficient) or coefficient < 0:
-            raise ConfigError(f"loss.objective.{name} is {coefficient}, must be finite and not negative")
+        if not field_types.fits(coefficient, float) or not 0 <= coefficient < math.inf:
+            raise ConfigError(f"loss.objective.{name} is {coefficient!r}, must be a number, finite and not negative")
     kept = tuple((name, float(pairs[name])) for name in sorted(pairs) if pairs[name])
     if not kept:
         raise ConfigError(

@@ -62,16 +62,27 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.kind not in (ADAMW, MUON):
             raise ConfigError(f"optimizer.kind is {self.kind!r}, must be 'adamw' or 'muon'")
-        if self.learning_rate <= 0:
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be positive")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be positive and finite")
+        if self.total_steps < 1:
+            raise ConfigError(f"optimizer.total_steps is {self.total_steps}, must be at least 1")
         if not 0 <= self.warmup_steps < self.total_steps:
             raise ConfigError(
                 f"optimizer.warmup_steps is {self.warmup_steps}, must lie in [0, total_steps = {self.total_steps})"
             )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum is {self.momentum}, must lie in [0, 1)")
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}, must lie in [0, 1)")
+        if not 0 <= self.final_fraction <= 1:
+            raise ConfigError(
+                f"optimizer.final_fraction is {self.final_fraction}, must lie in [0, 1]: of the peak, at the end"
+            )
+        if not 0 < self.eps < math.inf:
+            raise ConfigError(f"optimizer.eps is {self.eps}, must be positive and finite, such as 1e-8")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optimizer.weight_decay is {self.weight_decay}, must be at least 0 (none) and finite")
         if self.clip_norm <= 0:
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}, must be positive")
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}, must be positive; inf never clips")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(
                 f"optimizer.ema_decay is {self.ema_decay}, must lie in [0, 1): 0 keeps no average, 0.999 one over "

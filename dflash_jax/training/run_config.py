@@ -45,6 +45,8 @@ class RunConfig:
         for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 1), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run.{name} is {getattr(self, name)}, must be at least {least}")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(f"run.stop_after is {self.stop_after}, must be a step, at least 1, or None for none")
         for name in ("save_every_minutes", "max_minutes"):
             minutes = getattr(self, name)
             if minutes is not None and minutes <= 0:

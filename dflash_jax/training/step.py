@@ -50,13 +50,13 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         if self.num_anchors < 1:
-            raise ConfigError(f"num_anchors is {self.num_anchors}, must be at least 1")
+            raise ConfigError(f"step.num_anchors is {self.num_anchors}, must be at least 1")
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}, must be at least 2")
         if self.accumulation < 1:
-            raise ConfigError(f"accumulation is {self.accumulation}, must be at least 1")
+            raise ConfigError(f"step.accumulation is {self.accumulation}, must be at least 1")
         if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"compute_dtype is {self.compute_dtype!r}, must be 'float32' or 'bfloat16'")
+            raise ConfigError(f"step.compute_dtype is {self.compute_dtype!r}, must be 'float32' or 'bfloat16'")
         if self.remat not in REMAT:
             raise ConfigError(f"step.remat is {self.remat!r}, must be one of {', '.join(REMAT)}")
 
@@ -67,7 +67,11 @@ class StepConfig:
         Raises:
           ConfigError: a field is unknown, missing or wrong.
         """
-        return from_config_dict(cls, {**step, "loss": LossConfig.of(loss), "block_size": block_size})
+        for name, place in (("loss", "the section loss"), ("block_size", "drafter.block_size")):
+            if name in step:
+                raise ConfigError(f"step.{name} is {step[name]!r}, but a step reads {place}; set it there alone")
+        values = {**step, "loss": LossConfig.of(loss), "block_size": block_size}
+        return from_config_dict(cls, values, "step")
 
 
 @struct.dataclass

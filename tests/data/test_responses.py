@@ -1,5 +1,6 @@
 """The store of answers: killed writers, doubled rows, other settings; and regeneration into it."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -122,9 +123,11 @@ def test_samples_mask_the_prompt_and_drop_what_can_not_be_trained_on(tmp_path):
     store = ResponseStore(tmp_path / "a")
     assert [s.id for s in read_samples(store, max_length=5, prompts=[{"r2", "r9"}])] == ["r2"]
     with ResponseStore(tmp_path / "b", {**MADE_BY, "temperature": 1.0}) as other:
-        other.append([response(0)])
-    with pytest.raises(StoreError, match="r0 is both in"):
-        read_samples([ResponseStore(tmp_path / "a"), ResponseStore(tmp_path / "b")])
+        other.append([response(0), dataclasses.replace(response(2, length=5), answer_ids=(9, 9, 9))])
+    both = read_samples([ResponseStore(tmp_path / "a"), ResponseStore(tmp_path / "b")])
+    # r0 is the same answer in both and counts once; r2 was answered otherwise, and both answers are samples.
+    assert [s.id for s in both] == ["r0", "r2", "r2"]
+    assert both[2].token_S.tolist()[-2:] == [9, 9]
     ResponseStore(tmp_path / "c", {**MADE_BY, "tokenizer": "other"}).close()
     with pytest.raises(StoreError, match="different tokenizers"):
         read_samples([ResponseStore(tmp_path / "a"), ResponseStore(tmp_path / "c")])

@@ -255,7 +255,7 @@ def test_one_spelling_whatever_the_order_and_the_zeros():
         ({"teacher_dtype": "float16"}, "teacher_dtype is 'float16'"),
         ({"hard_weight": 0.1}, r"loss.hard_weight = 0.1 is now loss.objective = \{'hard': 0.1\}"),
         ({"soft_weight": 0.9}, r"loss.soft_weight = 0.9 is now loss.objective = \{'forward_kl': 0.9\}"),
-        ({"speed": 1}, "LossConfig has no field 'speed'"),
+        ({"speed": 1}, "loss has no field 'speed'"),
     ],
 )
 def test_bad_loss_sections_are_refused_by_name(section, message):
