@@ -31,6 +31,7 @@ from dflash_jax.training.run_config import RunConfig
 from dflash_jax.training.step import StepConfig
 
 _SECTIONS = ("seed", "mesh", "target", "drafter", "data", "step", "loss", "optimizer", "run", "evaluation")
+_OF_SERVING = ("generation", "comparison", "cache")  # one config may do both
 
 
 def check_sections(
@@ -45,7 +46,7 @@ def check_sections(
       ConfigError: a section or field is unknown, missing or wrong, or two fields contradict each other.
     """
     for name in config:
-        if name not in _SECTIONS:
+        if name not in (*_SECTIONS, *_OF_SERVING):
             raise ConfigError(f"the config has a section {name!r}; train.py knows {', '.join(_SECTIONS)}")
     check_types({"seed": config.seed}, {"seed": int}, "config")
     if not 0 <= config.seed < 2**32:
