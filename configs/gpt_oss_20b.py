@@ -1,7 +1,8 @@
 """A DFlash drafter for gpt-oss-20b: eight layers, block 8, five taps, as published.
 
     python train.py --config=configs/gpt_oss_20b.py --compile_only --topology=v6e:4x4
-    python train.py --config=configs/gpt_oss_20b.py --workdir=/SHARED/gpt_oss_20b --distributed     on every host
+    python train.py --config=configs/gpt_oss_20b.py --workdir=/SHARED/gpt_oss_20b --distributed \\
+        --config.mesh.data=4 --config.mesh.fsdp=4     on every one of the slice's four hosts
 
 The published MXFP4 experts are dequantised to bf16 on load (42 GB). Memory, time, tau: not yet run; the published
 drafter has tau 4.3 on HumanEval (arXiv 2602.06036, SGLang, 8 rows).

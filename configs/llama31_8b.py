@@ -1,7 +1,8 @@
 """A DFlash drafter for Llama-3.1-8B-Instruct: five layers, block 10 and five taps, as published.
 
     python train.py --config=configs/llama31_8b.py --compile_only --topology=v6e:4x4
-    python train.py --config=configs/llama31_8b.py --workdir=/SHARED/llama31_8b --distributed     on every host
+    python train.py --config=configs/llama31_8b.py --workdir=/SHARED/llama31_8b --distributed \\
+        --config.mesh.data=4 --config.mesh.fsdp=4     on every one of the slice's four hosts
 
 The mask is one of the tokenizer's reserved ids (the published one is not known to us), so a drafter from elsewhere is
 loaded with its own. Memory, time, tau: not yet run; the published drafter has tau 4.9 on HumanEval (arXiv 2602.06036,

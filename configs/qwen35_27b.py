@@ -1,7 +1,8 @@
 """A DFlash drafter for Qwen3.5-27B: five layers, block 16, five taps, as published.
 
     python train.py --config=configs/qwen35_27b.py --compile_only --topology=v5p:2x2x4
-    python train.py --config=configs/qwen35_27b.py --workdir=/SHARED/qwen35_27b --distributed     on every host
+    python train.py --config=configs/qwen35_27b.py --workdir=/SHARED/qwen35_27b --distributed \\
+        --config.mesh.data=4 --config.mesh.fsdp=4     on every one of the slice's four hosts
 
 Three of four layers of the target are recurrent (Gated DeltaNet), one of full attention. Memory, time, tau: not yet
 run; the published drafter has tau 9.1 on HumanEval (thinking, SGLang).

@@ -1,7 +1,8 @@
 """A DFlash drafter for Qwen3-4B: five layers, block 16, as published (z-lab/Qwen3-4B-DFlash-b16).
 
     python train.py --config=configs/qwen3_4b.py --compile_only --topology=v6e:4x4
-    python train.py --config=configs/qwen3_4b.py --workdir=/SHARED/qwen3_4b --distributed     on every host of the slice
+    python train.py --config=configs/qwen3_4b.py --workdir=/SHARED/qwen3_4b --distributed \\
+        --config.mesh.data=4 --config.mesh.fsdp=4     on every one of the slice's four hosts
 
 As configs/qwen3_8b.py otherwise. Memory, time, tau: not yet run; the published drafter has tau 6.6 on HumanEval
 without thinking (arXiv 2602.06036, greedy).

@@ -1,13 +1,15 @@
 """A DFlash drafter for Qwen3-8B: five layers, block 16, as published (z-lab/Qwen3-8B-DFlash-b16).
 
     python train.py --config=configs/qwen3_8b.py --compile_only --topology=v6e:4x4
-    python train.py --config=configs/qwen3_8b.py --workdir=/SHARED/qwen3_8b --distributed     on every host of the slice
+    python train.py --config=configs/qwen3_8b.py --workdir=/SHARED/qwen3_8b --distributed \\
+        --config.mesh.data=4 --config.mesh.fsdp=4     on every one of the slice's four hosts
     python serve.py --config=configs/qwen3_8b.py --config.mesh.fsdp=1 --config.drafter.source=/SHARED/qwen3_8b/best \\
         --prompt="..."
 
 The target is frozen and runs in each step (no features on disk), weights cut over `fsdp`. A step takes 11.7 of 32 GiB
-on each device of v6e:4x4, and at least 0.13 to 0.2 s (docs/pods.md). Time and tau: not yet run; the published drafter
-has tau 6.5 on HumanEval without thinking (arXiv 2602.06036, greedy).
+on each device of v6e:4x4, and at least 0.13 to 0.2 s (docs/pods.md): compiled with `fsdp` over all 16, while a run on
+several hosts keeps the target whole on each (`data` leads from host to host). Time and tau: not yet run; the published
+drafter has tau 6.5 on HumanEval without thinking (arXiv 2602.06036, greedy).
 
 Variant `:tiny`: a random Qwen3 of width 64, the whole way in about a minute on two CPU cores; tau stays near 1.
 """

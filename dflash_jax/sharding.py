@@ -28,6 +28,10 @@ EXPERT = "expert"
 TENSOR = "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 
+# Attributes of devices: what they lie in.
+_PROCESS, _SLICE = "process_index", "slice_index"
+_PLURAL = {_PROCESS: "processes", _SLICE: "slices"}
+
 # Logical axis -> mesh axes, major first. Logical axes that are not listed are replicated.
 RULES = {
     "batch": (DATA, FSDP),
@@ -45,11 +49,12 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, expert, tensor) mesh over the first of the devices.
 
-    Axis types are Auto: GSPMD partitions from the shardings of parameters and caches. Where the devices lie in several
-    slices, each slice is a part of the data axis; see `grid_of_slices`.
+    Axis types are Auto: GSPMD partitions from the shardings of parameters and caches. Where the devices are those of
+    several processes (hosts of a slice) and `data` divides over them, each process is a part of the data axis, so that
+    it holds whole what the other axes cut; else each slice is, where there are several. See `grid_of_parts`.
 
     Raises:
-      ValueError: an axis below 1, fewer devices than the product of the axes, or see `grid_of_slices`.
+      ValueError: an axis below 1, fewer devices than the product of the axes, or see `grid_of_parts`.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = (data, fsdp, expert, tensor)
@@ -60,30 +65,47 @@ def make_mesh(
         )
     devices = devices[: math.prod(shape)]
     types = (AxisType.Auto,) * len(AXES)
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
-        return Mesh(grid_of_slices(shape, devices), AXES, axis_types=types)
+    processes, slices = (collections.Counter(_places(devices, name)) for name in (_PROCESS, _SLICE))
+    if len(processes) > 1 and data % len(processes) == 0 and len(set(processes.values())) == 1:
+        return Mesh(grid_of_parts(shape, devices, _PROCESS), AXES, axis_types=types)
+    if len(slices) > 1:
+        return Mesh(grid_of_parts(shape, devices, _SLICE), AXES, axis_types=types)
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
-def grid_of_slices(shape: tuple[int, int, int, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices of several slices in the order of a (data, fsdp, expert, tensor) mesh, each slice a part of `data`.
+def _places(devices: Sequence[jax.Device], attribute: str) -> list[int]:
+    return [getattr(device, attribute, 0) for device in devices]
+
+
+def grid_of_parts(
+    shape: tuple[int, int, int, int], devices: Sequence[jax.Device], attribute: str = _SLICE
+) -> np.ndarray:
+    """Devices in the order of a (data, fsdp, expert, tensor) mesh, each slice, or each process, a part of `data`.
 
     The network between slices is far slower than the one within, and along `data` there is one sum of gradients a step
-    and nothing else.
+    and nothing else. Left to itself, JAX lays axes along the torus of a slice: rows of data=4 x fsdp=4 on v6e:4x4 would
+    then be lines of four chips, each of two hosts, and no host would have a parameter whole.
+
+    Args:
+      attribute: of devices, what makes a part: "slice_index" or "process_index".
 
     Raises:
-      ValueError: only a part of a slice is in it, or `data` can not be cut into that many.
+      ValueError: only a piece of a part is in it, or `data` can not be cut into that many.
     """
-    slices = collections.Counter(device.slice_index for device in devices)
+    parts = collections.Counter(_places(devices, attribute))
     data, *within = shape
-    if len(set(slices.values())) > 1 or data % len(slices):
+    if len(set(parts.values())) > 1 or data % len(parts):
         raise ValueError(
-            f"data={data}, but the devices lie in slices of {', '.join(map(str, slices.values()))}: whole "
-            "slices are parts of the data axis, so data must be a multiple of their number, the mesh as large as all"
+            f"data={data}, but the devices lie in {_PLURAL[attribute]} of {', '.join(map(str, parts.values()))}: whole "
+            f"{_PLURAL[attribute]} are parts of the data axis, so data must be a multiple of their number, the mesh as "
+            "large as all"
         )
+    # Processes of a slice stay neighbours.
+    places = zip(_places(devices, _SLICE), _places(devices, attribute), range(len(devices)), strict=True)
     return mesh_utils.create_hybrid_device_mesh(
-        (data // len(slices), *within), (len(slices), 1, 1, 1), devices, allow_split_physical_axes=True
-    )
+        (data // len(parts), *within), (len(parts), 1, 1, 1), [devices[i] for *_, i in sorted(places)],
+        process_is_granule=attribute == _PROCESS, should_sort_granules_by_key=False, allow_split_physical_axes=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
