@@ -52,7 +52,8 @@ def make_dataset(
     if process_count > 1:
         dataset = dataset[process_index::process_count]
     rows = _Rows(samples, features, seq_len, packing)
-    return dataset.map(rows).batch(batch_size, drop_remainder=False, batch_fn=_Collate(batch_size))
+    # Data without an end leave no remainder; to round their length up, grain divides floats, which overflow at batch 1.
+    return dataset.map(rows).batch(batch_size, drop_remainder=num_epochs is None, batch_fn=_Collate(batch_size))
 
 
 def make_iterator(

@@ -41,6 +41,13 @@ def test_b79_every_sample_once_an_epoch_in_new_orders(prefetch):
     assert ids_of(make_iterator(samples, **{**SETTINGS, "seed": 8}, num_epochs=1)) != orders[0]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_one_sample_a_batch_without_an_end(packing):
+    batches = make_iterator(tiny.samples(2), **{**SETTINGS, "batch_size": 1}, packing=packing)
+    tokens = [tuple(next(batches)["tokens_BxS"][0].tolist()) for _ in range(8)]
+    assert len(set(tokens)) <= 2 and len({tuple(sorted(tokens[i : i + 2])) for i in range(0, 8, 2)}) == 1
+
+
 @pytest.mark.parametrize("stop", [1, 5, 10])
 def test_b79_the_position_is_restored_exactly(stop):
     """From a state taken while four batches are read ahead, in a fresh iterator, across the end of an epoch."""
