@@ -76,6 +76,7 @@ class _Part:
             width = self._widths[name]
             spec = {
                 "driver": "zarr3",
+                "fill_missing_data_reads": False,  # a chunk that got lost is an error, not zeros to train on
                 "kvstore": {"driver": "file", "path": str(self.path / name)},
                 "metadata": {
                     "data_type": "bfloat16",

@@ -25,6 +25,7 @@ from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_voca
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, shared_weights
 from dflash_jax.data.batches import sample_ids
+from dflash_jax.data.responses import write_atomically
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.scanned import stack_layers
@@ -228,7 +229,7 @@ def train(
             best = {"step": step, "tau": evaluation["tau"]}
             export(state, "best")
             if processes.is_first():
-                (workdir / "best.json").write_text(json.dumps(best))
+                write_atomically(workdir / "best.json", json.dumps(best))
 
     last_summary: dict[str, float] = {}
     explosion = Explosion(run)

@@ -12,7 +12,7 @@ from flax import nnx
 from dflash_jax.config import ConfigError
 from dflash_jax.data import features
 from dflash_jax.data.features import FeatureStore, compute_features, feature_fingerprint, padded_length
-from dflash_jax.data.responses import StoreError
+from dflash_jax.data.responses import Sample, StoreError
 from dflash_jax.models.whole_rows import forward_rows
 
 TAPS = (0, 2)
@@ -162,3 +162,14 @@ def test_bad_requests_are_named(target, samples, tmp_path):
 
 def test_lengths_come_in_few_buckets():
     assert [padded_length(n) for n in (1, 64, 65, 300, 1024, 1025, 2049)] == [64, 64, 128, 384, 1024, 2048, 3072]
+
+
+def test_a_lost_chunk_is_an_error_and_not_zeros(tmp_path):
+    sample = Sample("a", np.arange(5, dtype=np.int32), np.ones(5, bool))
+    fingerprint = {"hidden_size": 2, "tap_ids": [0, 1]}
+    store = FeatureStore(tmp_path, fingerprint, create=True)
+    store.append([sample], [np.ones((5, 4), np.float32)], [np.ones((5, 2), np.float32)])
+    [chunk] = (file for file in (tmp_path / "taps" / "c").rglob("*") if file.is_file())
+    chunk.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        FeatureStore(tmp_path, fingerprint).read(sample)
