@@ -1,4 +1,4 @@
-"""Meshes over several slices and processes: what lies where. (Shardings themselves: tests/decoding/test_mesh.py and others.)"""
+"""Meshes over several slices and processes: what lies where. (Shardings themselves: tests/decoding/test_mesh.py, ...)"""
 
 import dataclasses
 
