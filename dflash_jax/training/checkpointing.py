@@ -24,6 +24,8 @@ from dflash_jax.config import ConfigError
 from dflash_jax.training.step import TrainState
 
 _STATE, _DATA = "state", "data"
+# Facts of earlier checkpoints that decide nothing: any number of processes reads the same rows in the same steps.
+_NO_LONGER_FACTS = ("data.processes",)
 
 
 class Checkpoints:
@@ -170,7 +172,7 @@ def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: s
       ConfigError: names the first field that differs, with both values.
     """
     ours, theirs = _leaves(now), _leaves(saved)
-    for name in sorted(set(ours) | set(theirs)):
+    for name in sorted({*ours, *theirs} - {*_NO_LONGER_FACTS}):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
                 f"{where} was trained with {name} = {theirs.get(name, 'unset')!r}, this run has "

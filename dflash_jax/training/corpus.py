@@ -238,7 +238,6 @@ def open_training_data(
         "seed": config.seed,
         "packing": config.packing,
         "workers": config.workers,  # the saved position is one of each
-        "processes": count,
     }
     return TrainingData(batches, samples, facts)
 

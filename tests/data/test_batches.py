@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from dflash_jax.config import ConfigError
-from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.batches import make_iterator, sample_ids
 from dflash_jax.data.features import compute_features
 from dflash_jax.data.responses import Sample, StoreError
 from dflash_jax.data.vocabulary import coverage, draft_vocabulary
@@ -115,6 +115,26 @@ def test_hosts_share_an_epoch():
     ]
     assert sorted(shares[0] + shares[1]) == list(range(22))
     assert abs(len(shares[0]) - len(shares[1])) <= 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_any_number_of_processes_goes_on_with_the_same_rows(packing):
+    samples = tiny.samples(22)
+
+    def steps(count, state, number):
+        """({samples of a step} for each step, position behind them) of so many processes."""
+        settings = {**SETTINGS, "batch_size": SETTINGS["batch_size"] // count, "packing": packing}
+        shares = [make_iterator(samples, **settings, process_index=i, process_count=count) for i in range(count)]
+        for share in shares if state is not None else ():
+            share.set_state(state)
+        taken = [sorted(i for share in shares for i in sample_ids(next(share)).tolist()) for _ in range(number)]
+        return taken, json.loads(json.dumps(shares[0].get_state()))
+
+    straight, _ = steps(1, None, 12)
+    first, state = steps(2, None, 3)
+    then, state = steps(4, state, 4)
+    last, _ = steps(1, state, 5)
+    assert first + then + last == straight
 
 
 def test_rows_are_padded_cropped_and_masked():

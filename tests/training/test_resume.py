@@ -248,6 +248,7 @@ def test_checkpoints_keep_the_latest(tmp_path):
 
 def test_fingerprints_that_agree_pass_and_unknown_fields_do_not():
     check_fingerprint({"a": {"b": [1, 2]}}, {"a": {"b": (1, 2)}}, "x")
+    check_fingerprint({"data": {"seed": 1, "processes": 2}}, {"data": {"seed": 1}}, "x")  # decides nothing
     with pytest.raises(ConfigError, match=r"a\.c = 'unset', this run has 1"):
         check_fingerprint({"a": {}}, {"a": {"c": 1}}, "x")
 
