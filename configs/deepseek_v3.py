@@ -9,8 +9,8 @@ round of 32 rows of 8k tokens, and a training step with the target in it, take o
 (tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh and in
 scanning the target's layers.
 
-`target.source` is what loading would read. Time and tau: not yet run; serve.py
-is one process, while such a slice has many hosts.
+`target.source` is what loading would read. Time and tau: not yet run: such a slice has many hosts, while serve.py is
+one process, and train.py on several hosts keeps the whole target on each (docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. No DFlash drafter of this target is known;
 the one here has the shape that the conventions would give it (five layers, block 16, five taps by the default rule)

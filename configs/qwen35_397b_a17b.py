@@ -9,8 +9,8 @@ target in it, take on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chi
 `train` differs in its mesh, because a step wants rows on many devices and a round few hops, and in scanning the
 target's layers, which compiles faster.
 
-`target.source` is what loading would read. Time and tau: not yet run; serve.py
-is one process, while such a slice has many hosts.
+`target.source` is what loading would read. Time and tau: not yet run: such a slice has many hosts, while serve.py is
+one process, and train.py on several hosts keeps the whole target on each (docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. The drafter's is what one trained by the
 conventions of the published Qwen3.5 drafters has: five layers, block 16, five taps by the default rule.

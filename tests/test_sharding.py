@@ -1,4 +1,4 @@
-"""Meshes over several slices and processes: what lies where. (Shardings themselves: tests/decoding/test_mesh.py, ...)"""
+"""Meshes over several slices and processes: what lies where. (Shardings: tests/decoding/test_mesh.py and others.)"""
 
 import dataclasses
 

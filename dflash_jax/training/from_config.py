@@ -133,7 +133,10 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
             "processes"
         )
     if mesh.data % count:
-        raise ConfigError(f"mesh.data is {mesh.data}, must be a multiple of the {count} processes")
+        raise ConfigError(
+            f"mesh.data is {mesh.data}, must be a multiple of the {count} processes, each holds the target whole: "
+            f"such as mesh.data={count} and mesh.fsdp={jax.device_count() // count}"
+        )
     return mesh.make()
 
 
@@ -167,7 +170,7 @@ def first_params(
         theirs, trunk = read_trunk(config.drafter.init_from)
         known = load_target(first, dtype=target.dtype, mesh=target.mesh)
         return fit_adapter(params, draft, target, trunk, theirs, known, *_text(batches, FIT_BATCHES))
-    trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32, draft_vocab=False)
+    trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32)
     if trained.own_vocabulary:
         raise ConfigError(
             f"drafter.init_from {config.drafter.init_from} has a table or head of its own, and training uses the "

@@ -243,11 +243,12 @@ def train(
     ):
         while step < last_step:
             batch = dict(next(data.batches))
+            placed = put_batch(batch, mesh)  # on its way while the device still takes the step before
             settle()
             data_state = data.batches.get_state()
             profile.before(step + 1)
             with jax.profiler.StepTraceAnnotation("train", step_num=step), sharding.use(mesh):
-                state, metrics = train_step(state, frozen, put_batch(batch, mesh))
+                state, metrics = train_step(state, frozen, placed)
             step += 1
             profile.after(step, metrics)
             pending = (step, sample_ids(batch), metrics)

@@ -230,10 +230,9 @@ def make_loss(
 
         working = jax.tree.map(lambda x: x.astype(dtype), params)
         drafter = nnx.merge(drafter_graphdef, working)
-        shared = frozen.shared.replace(embedding_VxD=frozen.shared.embedding_VxD.astype(dtype))
         hidden_BxAxKxD = block_forward(
             drafter,
-            shared,
+            frozen.shared,  # rows of the table are cast once they are read, as in serving
             token_BxS,
             taps_BxSxTD.astype(dtype),
             anchor_BxA,

@@ -8,6 +8,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax.checkpoints.convert_drafter import convert_drafter
@@ -21,6 +22,8 @@ from dflash_jax.checkpoints.speculators_config import speculators_config, zlab_f
 from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.decoding.generate import generate
 from dflash_jax.sharding import make_mesh
+from dflash_jax.training.from_config import first_params
+from dflash_jax.training.initialise import Statistics
 from tests.checkpoints.test_drafter_files import CONFIG, USED_IDS, assert_same_params, random_params, target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -152,6 +155,12 @@ def test_a_head_of_its_own_is_kept(own_head, mesh):
     assert drafter.shared.embedding_VxD is on.params["embedding_VxD"].get_value()  # that one is the target's
     with pytest.raises(CheckpointError, match=r"draft_vocab is False, but lm_head\.weight .* own .* its 4 ids only"):
         load_drafter(own_head, on, draft_vocab=False)
+
+
+def test_training_does_not_start_from_a_head_of_its_own(own_head):
+    config = ConfigDict({"drafter": {"init_from": str(own_head), "trunk": "trained"}})
+    with pytest.raises(ConfigError, match="has a table or head of its own, and training uses the target's"):
+        first_params(config, target(), CONFIG, Statistics(tap_rms=()))
 
 
 def test_decoding_with_a_head_of_its_own_is_lossless(own_head):

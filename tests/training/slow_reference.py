@@ -10,7 +10,7 @@ from dflash_jax.training.objectives import LossConfig
 
 
 def one_block(drafter, shared, token_S, taps_SxTD, anchor: int, block_size: int):
-    """Normed states [K, D] of one block: softmax over an explicit list of visible keys for each slot."""
+    """What the head reads [K, E] of one block: softmax over an explicit list of visible keys for each slot."""
     config = drafter.config
     feature = drafter.fuse(taps_SxTD[None, :anchor])  # nothing at or behind the anchor exists
     masks = jnp.full(block_size - 1, config.mask_token_id)
@@ -46,7 +46,7 @@ def one_block(drafter, shared, token_S, taps_SxTD, anchor: int, block_size: int)
             weights = jax.nn.softmax(jnp.einsum("nh,nph->np", q[o], by_query_head(keys)) * attention.scale, axis=-1)
             slots.append(jnp.einsum("np,nph->nh", weights, by_query_head(values)))
         x = layer.finish(x, jnp.stack(slots)[None])
-    return drafter.norm(x)[0]
+    return drafter.for_head(x)[0]
 
 
 def slot_objective(name: str, logit_U, teacher_V, id_U, label):
@@ -112,8 +112,8 @@ def block_terms(
       counts: for each of the slots 1 .. K-1, whether it is supervised.
     """
     drafter = nnx.merge(graphdef, params)
-    hidden_KxD = one_block(drafter, shared, row["tokens_S"], row["taps_SxTD"], anchor, len(counts) + 1)
-    logits_KxU = drafter.logits(shared, hidden_KxD[None])[0]
+    hidden_KxE = one_block(drafter, shared, row["tokens_S"], row["taps_SxTD"], anchor, len(counts) + 1)
+    logits_KxU = drafter.logits(shared, hidden_KxE[None])[0]
     id_U = jnp.arange(head_DxV.shape[1]) if shared.draft_to_target_V is None else shared.draft_to_target_V
     probability, values = [], []
     for o, supervised in enumerate(counts, 1):

@@ -37,9 +37,11 @@ def frozen(pruned: bool) -> Frozen:
 
 
 @functools.cache
-def loss_and_grad(loss_config: LossConfig, num_anchors: int = 5, softcap: float | None = None):
-    step = StepConfig(num_anchors, CONFIG.block_size, loss_config)
-    loss = make_loss(step, GRAPHDEF, CONFIG, toy.target_config(final_logit_softcap=softcap))
+def loss_and_grad(
+    loss_config: LossConfig, num_anchors: int = 5, softcap: float | None = None, graphdef=GRAPHDEF, config=CONFIG
+):
+    step = StepConfig(num_anchors, config.block_size, loss_config)
+    loss = make_loss(step, graphdef, config, toy.target_config(final_logit_softcap=softcap))
 
     def total(params, frozen, batch):
         sums = loss(params, KEY, frozen, batch)
@@ -85,6 +87,21 @@ def test_loss_and_gradient_equal_the_slow_reference(pruned, loss_config, softcap
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(sums.denominator, denominator, rtol=1e-6)
     assert_trees_close(grads, expected_grads, 1e-5)
+
+
+def test_a_drafter_on_a_target_of_another_width_equals_the_slow_reference():
+    config = toy.drafter_config(hidden_size=8, target_hidden_size=toy.HIDDEN)
+    graphdef, params = toy.drafter(config)
+    batch, held, loss_config = toy.batch(rows=2), frozen(True), LossConfig(MIXTURE, gamma=2.0)
+    run = loss_and_grad(loss_config, 2, None, graphdef, config)
+    (value, _), grads = run(params, held, toy.feed(batch))
+    expected, _, expected_grads = slow_reference.loss_and_gradient(
+        graphdef, params, held.shared, frozen(False).shared.head_DxV, batch, chosen_anchors(batch, 2),
+        config.block_size, loss_config, held.target_to_draft_V,
+    )  # fmt: skip
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert_trees_close(grads, expected_grads, 1e-5)
+    assert all(jnp.abs(grads[name][...]).max() > 0 for name in ("embed_projection_ExD", "head_projection_DxE"))
 
 
 def test_a_loss_that_needs_the_whole_head_of_a_pruned_vocabulary_says_so():
