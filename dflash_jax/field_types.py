@@ -20,8 +20,6 @@ def fits(value: Any, kind: Any) -> bool:
     """
     if kind is Any:
         return True
-    if kind is Any:
-        return True
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, one) for one in arguments)

@@ -170,7 +170,8 @@ class LossConfig:
       weighting: how much each slot counts, one of `WEIGHTINGS`; see `position_weights` and `dynamic_weights`.
       gamma: read by "decay": exp(-(o - 1) / gamma) for slot o; None for `default_gamma` of the block size.
       dpace_alpha: read by the D-PACE weightings: how far confidences are lifted towards 1; 0.3 to 0.7 are usual.
-      chunk_slots: about how many rows of logits exist at once.
+      chunk_slots: about how many rows of logits exist at once, over all devices: to be raised with the shards of the
+        batch, since each chunk reads the whole head.
       teacher_dtype: of the product that gives the target's logits: float32 or bfloat16.
     """
 
