@@ -10,7 +10,7 @@ from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.config import ConfigError
 
 
-class MaskError(ValueError):
+class MaskError(ConfigError):
     """What the assistant wrote can not be told from the rendered conversation; says why."""
 
 

@@ -11,6 +11,7 @@ hash of its tokens. A chat template or its options come in through the tokens al
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -31,7 +32,14 @@ from flax import nnx
 
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError
-from dflash_jax.data.responses import Sample, StoreError, refuse_difference, target_fingerprint, write_atomically
+from dflash_jax.data.responses import (
+    Sample,
+    StoreError,
+    read_manifest,
+    refuse_difference,
+    target_fingerprint,
+    write_atomically,
+)
 from dflash_jax.models.target import Target
 from dflash_jax.models.whole_rows import forward_rows
 
@@ -43,6 +51,7 @@ _LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024)
 _CHUNK_ROWS = 256
 _NOMINAL_ROWS = 1 << 40
 LOG_EVERY_S = 20.0
+_WAY_OUT = "delete the folder, and the same run computes its states again"
 
 
 def feature_fingerprint(target: Target, tap_ids: Sequence[int]) -> dict[str, Any]:
@@ -94,11 +103,17 @@ class _Part:
         if not file.exists():
             return
         with open(file, "rb") as f:
-            for line in f:
+            for number, line in enumerate(f, 1):
                 if not line.endswith(b"\n"):
                     break  # cut off by a kill: that batch is computed again
                 self._index_bytes += len(line)
-                self._add(json.loads(line)["samples"])
+                try:
+                    self._add([(str(key), int(length)) for key, length in json.loads(line)["samples"]])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise StoreError(
+                        f"{file}, line {number}: no samples ({type(error).__name__}: {error}); {_WAY_OUT}: rows of the "
+                        "arrays are counted by these lines"
+                    ) from error
 
     def _add(self, entries: Sequence[tuple[str, int]]) -> None:
         for key, length in entries:
@@ -156,16 +171,14 @@ class FeatureStore:
             self.path.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"format": FORMAT, "fingerprint": dict(fingerprint)}, indent=2, sort_keys=True)
             write_atomically(manifest, text + "\n")
-        stored = json.loads(manifest.read_text(encoding="utf-8"))
-        if stored.get("format") != FORMAT:
-            raise StoreError(
-                f"feature store {self.path} has format {stored.get('format')!r}, this program reads {FORMAT}"
-            )
-        self.fingerprint: dict[str, Any] = stored["fingerprint"]
+        self.fingerprint: dict[str, Any] = read_manifest(manifest, FORMAT, _WAY_OUT)["fingerprint"]
         if fingerprint is not None:
             refuse_difference(f"feature store {self.path}", self.fingerprint, json.loads(json.dumps(fingerprint)))
-        self.hidden_size: int = self.fingerprint["hidden_size"]
-        self.taps_size: int = self.hidden_size * len(self.fingerprint["tap_ids"])
+        try:
+            self.hidden_size: int = self.fingerprint["hidden_size"]
+            self.taps_size: int = self.hidden_size * len(self.fingerprint["tap_ids"])
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{manifest} is damaged: hidden_size or tap_ids is wrong; {_WAY_OUT}") from error
         own = part_folder(self.path, part)
         folders = {self.path, own, *self.path.glob("part-*")}
         parts = {folder: _Part(folder, self.taps_size, self.hidden_size) for folder in sorted(folders)}
@@ -192,13 +205,14 @@ class FeatureStore:
           taps, hidden: [S, T*D] and [S, D] a sample.
         """
         entries = [(sample_key(s), s.length) for s in samples]
-        self._own.append(entries, np.concatenate(taps), np.concatenate(hidden))
+        with _undamaged(f"{self._own.path}: its arrays"):
+            self._own.append(entries, np.concatenate(taps), np.concatenate(hidden))
 
     def read(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(taps_SxTD, hidden_SxD), bfloat16, of a sample.
 
         Raises:
-          StoreError: the sample has no features here.
+          StoreError: the sample has no features here, or they are lost or damaged.
         """
         key = sample_key(sample)
         part = self._part_of(key)
@@ -207,7 +221,20 @@ class FeatureStore:
                 f"feature store {self.path} has nothing for sample {sample.id} (another cut or newer than the store); "
                 "run compute_features on these samples"
             )
-        return part.read(key)
+        with _undamaged(f"{part.path}: the states of sample {sample.id}"):
+            return part.read(key)
+
+
+@contextlib.contextmanager
+def _undamaged(what: str) -> Iterator[None]:
+    """Says it plainly where files of the arrays are missing, cut or of another kind; other faults stay as they are."""
+    try:
+        yield
+    except ValueError as error:  # all that tensorstore raises
+        reason = str(error).partition(" [tensorstore_spec")[0]
+        if not reason.startswith(("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE")):
+            raise
+        raise StoreError(f"{what} are lost or damaged ({reason}); {_WAY_OUT}") from error
 
 
 def part_folder(path: pathlib.Path, part: int) -> pathlib.Path:

@@ -138,6 +138,7 @@ def read_samples(
     max_length: int | None = None,
     modes: Iterable[Mode] = MODES,
     prompts: Iterable[Collection[str] | None] | None = None,
+    vocab_size: int | None = None,
 ) -> list[Sample]:
     """The samples of one or several stores, in store order, each cut at max_length; see `joined_turns`.
 
@@ -145,12 +146,14 @@ def read_samples(
 
     Prompts may be answered in several stores (greedy and sampled, with and without thinking); an answer that two of
     them share counts once.
+
     Args:
       prompts: for each store the ids of the prompts whose answers are read, None for all: a store is filled by every
         run that uses it, and may hold more than this one asks for.
+      vocab_size: of the target; None takes every id.
 
     Raises:
-      StoreError: the stores' tokenizers differ.
+      StoreError: the stores' tokenizers differ, or a line is damaged (names file and line).
     """
     stores = [stores] if isinstance(stores, ResponseStore) else list(stores)
     prompts = [None] * len(stores) if prompts is None else list(prompts)
@@ -161,7 +164,7 @@ def read_samples(
         if store.manifest["fingerprint"].get("tokenizer") != first.manifest["fingerprint"].get("tokenizer"):
             raise StoreError(f"{store.path} and {first.path} hold ids of different tokenizers")
         multi_turn = bool(store.manifest["fingerprint"].get("multi_turn"))
-        rows = (r for r in store.rows() if wanted is None or conversation_id(r.id, multi_turn) in wanted)
+        rows = (r for r in store.rows(vocab_size) if wanted is None or conversation_id(r.id, multi_turn) in wanted)
         for response in joined_turns(rows):
             if response.mode not in tuple(modes):
                 continue
@@ -311,9 +314,7 @@ class ResponseStore:
             manifest = {"format": FORMAT, "fingerprint": wanted}
             write_atomically(file, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
             return manifest
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        if manifest.get("format") != FORMAT:
-            raise StoreError(f"store {self.path} has format {manifest.get('format')!r}, this program reads {FORMAT}")
+        manifest = read_manifest(file, FORMAT, "move the folder away, and its prompts are answered again")
         if wanted is not None:
             refuse_difference(f"store {self.path}", manifest["fingerprint"], wanted)
         return manifest
@@ -326,14 +327,25 @@ class ResponseStore:
             try:
                 key = json.loads(line)["id"]
             except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(f"{self.path / _ROWS}, line {number}: no response ({error})") from error
+                raise self._damaged(number, error) from error
+            if not isinstance(key, str):
+                raise self._damaged(number, f"id is {key!r}, must be a text")
             if key in keys:
-                raise StoreError(f"{self.path / _ROWS}, line {number}: response {key} is there twice")
+                raise StoreError(
+                    f"{self.path / _ROWS}, line {number}: response {key} is there twice; take one of the lines out"
+                )
             keys.add(key)
             whole = end
         if self._file is not None and os.path.getsize(self.path / _ROWS) > whole:
             self._file.truncate(whole)
         return keys
+
+    def _damaged(self, number: int, why: object) -> StoreError:
+        why = f"{why} is missing" if isinstance(why, KeyError) else why
+        return StoreError(
+            f"{self.path / _ROWS}, line {number}: no response ({why}); take this line out, and its prompt is answered "
+            "again by a run that asks for it"
+        )
 
     def _lines(self) -> Iterator[tuple[int, bytes, int]]:
         """(number, line, offset of its end) of every line that ends; a killed writer's last line does not."""
@@ -383,13 +395,22 @@ class ResponseStore:
         self._file.write(b"".join(lines))
         self._file.flush()
 
-    def rows(self) -> Iterator[Response]:
-        """The responses in the order they were added."""
-        for _, line, _ in self._lines():
-            row = json.loads(line)
-            row["prompt_ids"], row["answer_ids"] = tuple(row["prompt_ids"]), tuple(row["answer_ids"])
-            row["earlier_spans"] = tuple(tuple(span) for span in row.get("earlier_spans", ()))
-            yield Response(**row)
+    def rows(self, vocab_size: int | None = None) -> Iterator[Response]:
+        """The responses in the order they were added.
+
+        Args:
+          vocab_size: of the target that reads them; None for any.
+
+        Raises:
+          StoreError: a line is no response, or holds an id outside the vocabulary; names file and line.
+        """
+        for number, line, _ in self._lines():
+            try:
+                response = _response(json.loads(line))
+                _check_ids(response, vocab_size)
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._damaged(number, error) from error
+            yield response
 
     def close(self) -> None:
         """Ends writing; the rows are on the disk afterwards."""
@@ -403,6 +424,56 @@ class ResponseStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _response(row: dict[str, Any]) -> Response:
+    """A line of the file."""
+    for name in ("id", "source", "finish_reason", "mode", "follows"):
+        if not isinstance(row.get(name, ""), str):
+            raise StoreError(f"{name} is {row[name]!r}, must be a text")
+    spans = tuple(tuple(span) for span in row.get("earlier_spans", ()))
+    return Response(
+        **{
+            **row,
+            "prompt_ids": tuple(row["prompt_ids"]),
+            "answer_ids": tuple(row["answer_ids"]),
+            "earlier_spans": spans,
+        }
+    )
+
+
+def _check_ids(response: Response, vocab_size: int | None) -> None:
+    end = 2**31 if vocab_size is None else vocab_size
+    for name in ("prompt_ids", "answer_ids"):
+        for i in getattr(response, name):
+            if type(i) is not int or not 0 <= i < end:
+                raise StoreError(
+                    f"response {response.id}: {name} holds {i!r}, token ids of the target lie in [0, {end})"
+                )
+
+
+def read_manifest(file: pathlib.Path, file_format: int, way_out: str) -> dict[str, Any]:
+    """The manifest of a store: its "format" and the "fingerprint" of what made it.
+
+    Args:
+      way_out: what to do about a damaged one.
+
+    Raises:
+      StoreError: the file is damaged, or of another format.
+    """
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("fingerprint", {}), dict):
+            raise ValueError("it holds no object with a fingerprint")
+    except ValueError as error:
+        raise StoreError(f"{file} is damaged ({error}); {way_out}") from error
+    if manifest.get("format") != file_format:
+        raise StoreError(
+            f"{file.parent} has format {manifest.get('format')!r}, this program reads {file_format}; {way_out}"
+        )
+    if "fingerprint" not in manifest:
+        raise StoreError(f"{file} is damaged (it has no fingerprint); {way_out}")
+    return manifest
 
 
 def refuse_difference(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -9,8 +9,11 @@ missing or misshapen can be named.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging as python_logging
 import pathlib
+import typing
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +23,7 @@ import jax.numpy as jnp
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
+from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.config import ConfigError
 from dflash_jax.training.step import TrainState
 
@@ -103,20 +107,52 @@ class Checkpoints:
         return self.directory / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The facts saved with a checkpoint."""
+        """The facts saved with a checkpoint.
+
+        Raises:
+          CheckpointError: its files are damaged.
+        """
         self.wait()
-        return dict(self._checkpointer.metadata(step).custom_metadata)
+        with self._undamaged(step):
+            facts = self._checkpointer.metadata(step).custom_metadata
+            if not facts:  # Orbax takes a lost file of metadata for one that was empty
+                raise ValueError("the facts of its run are missing")
+            return dict(facts)
+
+    @contextlib.contextmanager
+    def _undamaged(self, step: int) -> Iterator[None]:
+        """Says of what goes wrong in reading a checkpoint that its files are damaged, and the way out.
+
+        Files that may not be read, and memory that does not suffice, are no damage.
+        """
+        try:
+            with _quiet():
+                yield
+        except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Orbax and tensorstore raise many kinds
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise
+            others = [found.step for found in self._checkpointer.checkpoints if found.step < step]
+            after = f"goes on from step {max(others)}" if others else "begins at step 0, there is no other checkpoint"
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} is damaged ({_first_line(error)}); delete this folder, and "
+                f"the same command {after}"
+            ) from error
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """(state, data_state) of a checkpoint; arrays take the shardings of `like`, whatever mesh they had.
 
         Raises:
           ConfigError: an array is missing, unknown, misshapen or of another dtype, by its path.
+          CheckpointError: its files are damaged.
         """
         self.wait()
         wanted = flatten(like)
-        with _quiet():
+        with self._undamaged(step):
             stored = self._checkpointer.checkpointables_metadata(step).metadata[_STATE]
+            if stored is None:  # Orbax warns, and says why
+                raise ValueError("the names of its arrays can not be read")
         for path in sorted(set(wanted) ^ set(stored)):
             where = "is missing in the checkpoint" if path in wanted else "is in the checkpoint only"
             raise ConfigError(f"checkpoint {self.directory / str(step)} does not fit this run: {path} {where}")
@@ -128,9 +164,9 @@ class Checkpoints:
                     f"{have.dtype}{list(have.shape)} there, {leaf.dtype}{list(leaf.shape)} here"
                 )
         abstract = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for p, x in wanted.items()}
-        with _quiet():
+        with self._undamaged(step):
             loaded = self._checkpointer.load_checkpointables(step, {_STATE: abstract, _DATA: None})
-        return unflatten(loaded[_STATE], like), loaded[_DATA]["iterator"]
+            return unflatten(loaded[_STATE], like), loaded[_DATA]["iterator"]
 
 
 @contextlib.contextmanager
@@ -165,13 +201,29 @@ def unflatten(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
     return state.replace(key=jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(like.key)))
 
 
-def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any], now: Mapping[str, Any], where: str, kinds: Mapping[str, type] | None = None
+) -> None:
     """Refuses to resume a run under another configuration.
+
+    Args:
+      kinds: the dataclass that a part of the fingerprint is of, such as {"step": StepConfig}. A field that it has got
+        since the run was saved had its default then.
 
     Raises:
       ConfigError: names the first field that differs, with both values.
     """
+    defaults = {name: value for part, kind in (kinds or {}).items() for name, value in _defaults(kind, f"{part}.")}
     ours, theirs = _leaves(now), _leaves(saved)
+    for name in ours:
+        within = any(name.startswith(f"{leaf}.") for leaf in theirs)  # a part that was None then had no fields
+        if name in defaults and name not in theirs and not within:
+            theirs[name] = defaults[name]
     for name in sorted({*ours, *theirs} - {*_NO_LONGER_FACTS}):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
@@ -179,6 +231,21 @@ def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: s
                 f"{ours.get(name, 'unset')!r}. Resume with the same value, or start in another workdir "
                 "(drafter.init_from takes over trained weights)"
             )
+
+
+def _defaults(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(path, default) of each field that has one, down into fields that are dataclasses themselves."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = prefix + field.name
+        for inner in (hints[field.name], *typing.get_args(hints[field.name])):
+            if dataclasses.is_dataclass(inner):
+                yield from _defaults(inner, f"{name}.")
+        made = field.default_factory is not dataclasses.MISSING
+        if made or field.default is not dataclasses.MISSING:
+            value = field.default_factory() if made else field.default
+            value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            yield from _leaves(json.loads(json.dumps(value)), f"{name}.").items()  # as it comes back from disk
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

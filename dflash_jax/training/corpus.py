@@ -207,8 +207,9 @@ def open_training_data(
     natural = processes.in_turn(lambda: _natural(config, target, directory))
     stores += [*_answers(config, asked, target, directory), *natural]
     samples = read_samples(
-        [ResponseStore(path) for path, _ in stores], config.seq_len, prompts=[wanted for _, wanted in stores]
-    )
+        [ResponseStore(path) for path, _ in stores], config.seq_len, prompts=[wanted for _, wanted in stores],
+        vocab_size=target.config.vocab_size,
+    )  # fmt: skip
     if not samples:
         answered = sum(len(ResponseStore(path)) for path, _ in stores)
         raise ConfigError(

@@ -1,11 +1,10 @@
-"""A training run, from a config to an exported drafter. Read `train` from top to bottom."""
+"""A training run, from a config to an exported drafter. Read `_train` from top to bottom."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import math
 import pathlib
 import signal
 import sys
@@ -21,9 +20,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from dflash_jax import sharding
-from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab, write_draft_vocab
+from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, shared_weights
+from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.data.batches import sample_ids
 from dflash_jax.data.responses import write_atomically
 from dflash_jax.drafters.contract import Drafter
@@ -38,10 +38,15 @@ from dflash_jax.training.corpus import TrainingData, choose_draft_vocabulary, op
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.interrupts import stop_signal
 from dflash_jax.training.metrics import MetricsWriter, summarise
-from dflash_jax.training.optimizer import make_optimizer
+from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dflash_jax.training.profiling import Profile, peak_device_bytes
-from dflash_jax.training.step import Frozen, TrainState, init_state, make_loss, make_train_step, put_batch
+from dflash_jax.training.run_config import RunConfig
+from dflash_jax.training.step import Frozen, StepConfig, TrainState, init_state, make_loss, make_train_step, put_batch
 from dflash_jax.training.watch import Explosion, TrainingDiverged, warn_if_apart
+from dflash_jax.training.workdir import BEST_FILE, held, read_best, read_own_vocabulary
+
+# Parts of a run's fingerprint, for fields that were added after a run had been saved.
+_KINDS = {"target.config": TargetConfig, "drafter": DrafterConfig, "step": StepConfig, "optimizer": OptimizerConfig}
 
 
 @dataclasses.dataclass
@@ -74,7 +79,9 @@ def train(
         several processes each calls it, on its own devices.
 
     Raises:
-      ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with.
+      ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with; or another
+        process trains there.
+      CheckpointError: what lies in workdir is damaged; says what to delete.
       TrainingDiverged: see there.
       SystemExit: SIGTERM came; a checkpoint was saved.
     """
@@ -83,7 +90,16 @@ def train(
     run, optimizer_config, step_config = from_config.check_sections(
         config, data=data is None, evaluation=evaluate is None
     )
-    workdir.mkdir(parents=True, exist_ok=True)
+    with held(workdir):
+        return _train(config, workdir, began, (run, optimizer_config, step_config), target, data, evaluate)
+
+
+def _train(
+    config: ConfigDict, workdir: pathlib.Path, began: float, sections: tuple[RunConfig, OptimizerConfig, StepConfig],
+    target: Target | None, data: TrainingData | None, evaluate: Evaluate | None,
+) -> TrainResult:  # fmt: skip
+    """`train` in a workdir that no other run uses; `began` is when that was called."""
+    run, optimizer_config, step_config = sections
     logging.info("== target")
     mesh = from_config.configured_mesh(config)
     if target is None:
@@ -129,8 +145,8 @@ def train(
         statistics = from_config.measured(config, own, draft, data.batches)
     else:
         facts = checkpoints.facts(latest)
-        check_fingerprint(facts["fingerprint"], fingerprint, str(checkpoints.directory / str(latest)))
-        draft_to_target = read_draft_vocab(workdir, draft.vocab_size)
+        check_fingerprint(facts["fingerprint"], fingerprint, str(checkpoints.directory / str(latest)), _KINDS)
+        draft_to_target = read_own_vocabulary(workdir, config.drafter.draft_vocab_size, draft.vocab_size)
         statistics = Statistics(**{k: tuple(v) for k, v in facts["statistics"].items()})
     facts = {"fingerprint": fingerprint, "statistics": dataclasses.asdict(statistics)}
     logging.info("taps %s with typical sizes %s", draft.target_layer_ids, np.round(statistics.tap_rms, 2))
@@ -184,7 +200,7 @@ def train(
     logging.info("== training")
     last_step = min(optimizer_config.total_steps, run.stop_after or optimizer_config.total_steps)
     step, data_state = int(state.step), data.batches.get_state()
-    best = _read_json(workdir / "best.json") or {"step": 0, "tau": -math.inf}
+    best = read_best(workdir)
     evaluation: dict[str, Any] = {}
     window: list[Any] = []  # metrics of the steps since the last log line
     pending: tuple[int, np.ndarray, Any] | None = None  # the newest step: its number, sample ids, metrics
@@ -229,7 +245,7 @@ def train(
             best = {"step": step, "tau": evaluation["tau"]}
             export(state, "best")
             if processes.is_first():
-                write_atomically(workdir / "best.json", json.dumps(best))
+                write_atomically(workdir / BEST_FILE, json.dumps(best))
 
     last_summary: dict[str, float] = {}
     explosion = Explosion(run)
@@ -312,7 +328,3 @@ def _report(bar: Any, step: int, summary: Mapping[str, float]) -> None:
 
 def _line(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, (int, float)))
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None

@@ -164,12 +164,45 @@ def test_lengths_come_in_few_buckets():
     assert [padded_length(n) for n in (1, 64, 65, 300, 1024, 1025, 2049)] == [64, 64, 128, 384, 1024, 2048, 3072]
 
 
-def test_a_lost_chunk_is_an_error_and_not_zeros(tmp_path):
+@pytest.fixture
+def of_one_sample(tmp_path):
     sample = Sample("a", np.arange(5, dtype=np.int32), np.ones(5, bool))
-    fingerprint = {"hidden_size": 2, "tap_ids": [0, 1]}
-    store = FeatureStore(tmp_path, fingerprint, create=True)
+    store = FeatureStore(tmp_path / "features-0-1", {"hidden_size": 2, "tap_ids": [0, 1]}, create=True)
     store.append([sample], [np.ones((5, 4), np.float32)], [np.ones((5, 2), np.float32)])
-    [chunk] = (file for file in (tmp_path / "taps" / "c").rglob("*") if file.is_file())
-    chunk.unlink()
-    with pytest.raises(ValueError, match="is missing"):
-        FeatureStore(tmp_path, fingerprint).read(sample)
+    return store.path, sample
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "empty", "no array", "cut array", "other array"])
+def test_lost_or_damaged_states_are_an_error_and_not_zeros(of_one_sample, damage):
+    path, sample = of_one_sample
+    [chunk] = (file for file in (path / "taps" / "c").rglob("*") if file.is_file())
+    array = path / "taps" / "zarr.json"
+    {
+        "lost": lambda: chunk.unlink(),
+        "cut": lambda: chunk.write_bytes(chunk.read_bytes()[:100]),
+        "empty": lambda: chunk.write_bytes(b""),
+        "no array": lambda: array.unlink(),
+        "cut array": lambda: array.write_text("{"),
+        "other array": lambda: array.write_text(array.read_text().replace("bfloat16", "float32")),
+    }[damage]()
+    with pytest.raises(StoreError, match=rf"{path}: the states of sample a are lost or damaged .*; delete the folder"):
+        FeatureStore(path).read(sample)
+
+
+@pytest.mark.parametrize(
+    "line", ["garbage", "[]", '{"samples": 3}', '{"samples": [["a"]]}', '{"samples": [["a", "x"]]}']
+)
+def test_a_damaged_index_is_named_by_its_line(of_one_sample, line):
+    path, _ = of_one_sample
+    with (path / "index.jsonl").open("a") as index:
+        index.write(f"{line}\n")
+    with pytest.raises(StoreError, match=r"index\.jsonl, line 2: no samples .*; delete the folder"):
+        FeatureStore(path)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", '{"format": 1}', '{"format": 1, "fingerprint": {"tap_ids": [1]}}'])
+def test_a_damaged_manifest_is_named(of_one_sample, text):
+    path, _ = of_one_sample
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(StoreError, match=r"manifest\.json is damaged.*; delete the folder"):
+        FeatureStore(path)

@@ -113,6 +113,53 @@ def test_misuse_is_named(tmp_path):
         ResponseStore(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt_ids": None}, "not iterable"),
+        ({"answer_ids": [5, "x"]}, "response r1: answer_ids holds 'x'"),
+        ({"answer_ids": [5, 1.5]}, "answer_ids holds 1.5"),
+        ({"answer_ids": [True]}, "answer_ids holds True"),
+        ({"answer_ids": [5, 48]}, r"answer_ids holds 48, token ids of the target lie in \[0, 48\)"),
+        ({"prompt_ids": [-1, 5]}, "response r1: prompt_ids holds -1"),
+        ({"answer_ids": []}, "at least one token"),
+        ({"mode": "guess"}, "mode is 'guess'"),
+        ({"source": 3}, "source is 3, must be a text"),
+        ({"earlier_spans": [[0, 9]]}, "span"),
+        ({"earlier_spans": 3}, "not iterable"),
+        ({"beams": 2}, "beams"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, change, why):
+    with ResponseStore(tmp_path, MADE_BY) as store:
+        store.append(response(i) for i in range(3))
+    assert len(read_samples(ResponseStore(tmp_path), vocab_size=48)) == 3
+    file = tmp_path / "responses.jsonl"
+    lines = file.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change})
+    file.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(StoreError, match=rf"responses\.jsonl, line 2: no response .*{why}.*; take this line out"):
+        read_samples(ResponseStore(tmp_path), vocab_size=48)
+
+
+def test_a_line_without_its_fields_is_named(tmp_path):
+    ResponseStore(tmp_path, MADE_BY).close()
+    file = tmp_path / "responses.jsonl"
+    for line, why in (('{"id":"x","foo":1}', "'prompt_ids' is missing"), ('{"id":3}', "id is 3"), ("3", "subscript")):
+        file.write_text(f"{line}\n")
+        with pytest.raises(StoreError, match=rf"responses\.jsonl, line 1: no response \(.*{why}"):
+            read_samples(ResponseStore(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "", "3", '{"format": 1}', '{"format": 1, "fingerprint": 3}'])
+def test_a_damaged_manifest_is_named(tmp_path, text):
+    ResponseStore(tmp_path, MADE_BY).close()
+    (tmp_path / "manifest.json").write_text(text)
+    for fingerprint_ in (None, MADE_BY):
+        with pytest.raises(StoreError, match=r"manifest\.json is damaged .*; move the folder away"):
+            ResponseStore(tmp_path, fingerprint_)
+
+
 def test_samples_mask_the_prompt_and_drop_what_can_not_be_trained_on(tmp_path):
     with ResponseStore(tmp_path / "a", MADE_BY) as store:
         store.append([response(0), response(1, length=1), response(2, length=5)])
