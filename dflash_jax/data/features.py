@@ -85,6 +85,7 @@ class _Part:
             width = self._widths[name]
             spec = {
                 "driver": "zarr3",
+                "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,  # a chunk that got lost is an error, not zeros to train on
                 "kvstore": {"driver": "file", "path": str(self.path / name)},
                 "metadata": {

@@ -37,7 +37,7 @@ from flax import struct
 from dflash_jax.config import DeltaConfig
 
 CHUNK = 64
-FORGET = -1000.0  # a log decay that leaves nothing: exp of it is 0, and sums with it stay finite
+FORGET = -128.0  # a log decay that leaves nothing: exp of it is 0 in float32, and sums with it keep their digits
 SMALLEST = 16  # triangular matrices up to this size are inverted in one piece
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
