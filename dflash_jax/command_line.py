@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags
 
 from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.config import ConfigError
+from dflash_jax.training.watch import TrainingDiverged
 
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
+# What the machine refuses and its user can put right.
+_REFUSALS = {
+    errno.ENOSPC: "the disk is full; make room, and the same command goes on",
+    errno.EDQUOT: "the disk quota is used up; make room, and the same command goes on",
+    errno.EROFS: "the file system is read-only; write to another place",
+    errno.EACCES: "this user may not do that; change the permissions, or write to another place",
+    errno.EPERM: "this user may not do that; change the permissions, or write to another place",
+}
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """`absl.app.run`, with exit status 1 and one line for what the user can put right.
 
-    That is a flag, a field of the config (ConfigError) or a checkpoint (CheckpointError). Anything else is a
-    fault of the program and keeps its traceback.
+    That is a flag, a field of the config or a store (ConfigError), a checkpoint (CheckpointError), a loss that explodes
+    (TrainingDiverged), a disk that is full or must not be written to. Anything else is a fault of the program and keeps
+    its traceback.
     """
 
     def plainly(argv: list[str]) -> None:
@@ -27,13 +39,41 @@ def run(main: Callable[[list[str]], None]) -> None:
         _check_config_file()
         try:
             main(argv)
-        except (ConfigError, CheckpointError) as error:
-            fail(str(error))
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
+        except Exception as error:
+            message = plain_message(error)
+            if message is None:
+                raise
+            fail(message)
 
     app.run(plainly, flags_parser=parse_flags)
+
+
+def plain_message(error: Exception) -> str | None:
+    """What to say of an error that the user can put right, in one line; None for a fault of the program."""
+    for inner in _chain(error):
+        if isinstance(inner, ConfigError | CheckpointError | TrainingDiverged):
+            return str(inner)
+        if isinstance(inner, OSError):
+            if inner.errno in _REFUSALS:
+                return f"{inner}: {_REFUSALS[inner.errno]}"
+            continue
+        for number, words in _REFUSALS.items():  # libraries in C++ tell the system's words, and no number
+            if os.strerror(number) in str(inner):
+                return f"{' '.join(str(inner).split())[:400]}: {words}"
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, those within a group, and what it was raised from."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                yield from _chain(inner)
+        error = error.__cause__
 
 
 def parse_flags(argv: list[str]) -> list[str]:

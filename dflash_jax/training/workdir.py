@@ -35,7 +35,12 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
       ConfigError: another run holds it.
       OSError: the workdir can not be made or written to.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"workdir {workdir} is no folder, or lies in none ({error}); take another --workdir"
+        ) from error
     if not processes.is_first():
         yield
         return

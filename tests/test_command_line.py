@@ -1,0 +1,82 @@
+"""What a command says: one line where the user can put it right, a traceback where the program is at fault."""
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from dflash_jax.checkpoints.placement import CheckpointError
+from dflash_jax.command_line import plain_message
+from dflash_jax.config import ConfigError
+from dflash_jax.data.responses import StoreError
+from dflash_jax.training.watch import TrainingDiverged
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, StoreError, TrainingDiverged])
+def test_what_a_user_can_put_right_is_said_as_it_is(kind):
+    assert plain_message(kind("field is 3")) == "field is 3"
+    wrapped = RuntimeError("in a worker")
+    wrapped.__cause__ = kind("field is 3")
+    assert plain_message(wrapped) == "field is 3"
+    assert plain_message(ExceptionGroup("several", [ValueError("x"), kind("field is 3")])) == "field is 3"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EROFS, "read-only; write to another place"),
+        (errno.EACCES, "change the permissions"),
+    ],
+)
+def test_what_the_machine_refuses_is_said_with_the_file(number, words):
+    message = plain_message(OSError(number, os.strerror(number), "/runs/metrics.jsonl"))
+    assert "'/runs/metrics.jsonl'" in message and words in message
+    text = f'FAILED_PRECONDITION: Error writing local file "/runs/d/1":\n {os.strerror(number)} [OS error]'
+    message = plain_message(ValueError(text))
+    assert '"/runs/d/1"' in message and words in message and "\n" not in message
+
+
+def test_a_full_disk_as_the_system_tells_it():
+    with pytest.raises(OSError) as caught, open("/dev/full", "w") as full:
+        full.write("x")
+        full.flush()
+    assert "No space left on device: the disk is full" in plain_message(caught.value)
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), FileNotFoundError(2, "No such file"), KeyError("a")])
+def test_faults_of_the_program_keep_their_traceback(error):
+    assert plain_message(error) is None
+    consequence = KeyError("b")
+    consequence.__context__ = ConfigError("was dealt with")  # raised while that was handled: not because of it
+    assert plain_message(consequence) is None
+
+
+COMMAND = """
+import sys
+from dflash_jax import command_line
+
+def main(argv):
+    {body}
+
+command_line.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise command_line.TrainingDiverged('step 3: loss nan')", "FATAL step 3: loss nan\nPass --help"),
+        ("open('/dev/full', 'w', buffering=1).write('x\\n')", "No space left on device: the disk is full"),
+        ("raise IndexError('a fault')", "Traceback (most recent call last)"),
+    ],
+)
+def test_commands_end_with_status_1(body, said):
+    ended = subprocess.run([sys.executable, "-c", COMMAND.format(body=body)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and said in ended.stderr
+    assert ("Traceback" in ended.stderr) == ("IndexError" in body)
