@@ -179,9 +179,13 @@ def _quiet() -> Iterator[None]:
 
 def _worth_saying(record: python_logging.LogRecord) -> bool:
     """Orbax reports every internal step at INFO, also from the thread that writes, and warns where a part of a
-    checkpoint has no arrays, as the data position has none."""
+    checkpoint has no arrays, as the data position has none. Of what goes wrong in its threads each logs a traceback;
+    `Checkpoints.wait` raises it."""
     if "/orbax/" not in record.pathname:
         return True
+    if record.exc_info:
+        record.exc_info = None
+        return "_SignalingThread" not in record.getMessage()
     return record.levelno > python_logging.INFO and not record.getMessage().startswith("Skipping merge of OCDBT")
 
 
