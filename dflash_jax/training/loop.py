@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from dflash_jax import sharding
 from dflash_jax.checkpoints.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
-from dflash_jax.checkpoints.export_drafter import export_drafter
+from dflash_jax.checkpoints.export_drafter import check_replaceable, export_drafter
 from dflash_jax.checkpoints.load_drafter import bind_drafter, check_mask, shared_weights
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.data.batches import sample_ids
@@ -91,6 +91,8 @@ def train(
         config, data=data is None, evaluation=evaluate is None
     )
     with held(workdir):
+        for name in ("best", "export"):  # what can not be replaced there shall not show at the end
+            check_replaceable(workdir / name)
         return _train(config, workdir, began, (run, optimizer_config, step_config), target, data, evaluate)
 
 
@@ -249,10 +251,12 @@ def _train(
 
     last_summary: dict[str, float] = {}
     explosion = Explosion(run)
+    again = evaluate is not None and step >= last_step  # a run that was ended already
+    writer = MetricsWriter(workdir, step, processes.is_first(), run.wandb, config.to_dict(), again)
     saved_at = logged_at = time.monotonic()
     with (
         checkpoints,
-        contextlib.closing(MetricsWriter(workdir, step, processes.is_first(), run.wandb, config.to_dict())) as writer,
+        contextlib.closing(writer),
         Profile(workdir / "profile", run.profile_steps) as profile,
         _progress(step, last_step) as bar,
         stop_signal() as stopped,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import ConfigError
+from dflash_jax.data.responses import write_atomically
 from dflash_jax.training.objectives import HARD
 
 
@@ -63,6 +64,8 @@ class MetricsWriter:
     After a resume, lines of steps that are about to be taken again are dropped: each step stands once.
 
     Args:
+      first_step: that the run goes on from; 0 at its beginning.
+      evaluates_again: whether this step is evaluated (again), as where a run is ended already.
       enabled: False writes nothing: another process of the run does.
       wandb: arguments of `wandb.init`; without a "project" nothing is sent. A resumed run goes on under the same id.
       config: what is shown beside the run there.
@@ -75,6 +78,7 @@ class MetricsWriter:
         enabled: bool = True,
         wandb: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        evaluates_again: bool = False,
     ):
         self._enabled = enabled
         if not enabled:
@@ -84,10 +88,14 @@ class MetricsWriter:
         directory = pathlib.Path(workdir)
         path = directory / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
-            path.write_text("".join(line + "\n" for line in kept))
+            last = {"train": first_step, "eval": first_step - evaluates_again}
+            places = ((line, *_place(line)) for line in path.read_text().splitlines())
+            kept = [line for line, step, kind in places if step <= last.get(kind, first_step)]
+            write_atomically(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a")
-        self._board = tensorboardX.SummaryWriter(str(directory / "tensorboard"), purge_step=first_step or None)
+        self._board = tensorboardX.SummaryWriter(
+            str(directory / "tensorboard"), purge_step=first_step + 1 if first_step else None
+        )
         self._wandb = _start_wandb(directory, wandb, config) if wandb and wandb.get("project") else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -156,8 +164,10 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}_{i}", x) for i, x in enumerate(value) if isinstance(x, (int, float)))
 
 
-def _step_of(line: str) -> float:
+def _place(line: str) -> tuple[float, str]:
+    """Step and kind of a line."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):  # a line that a killed run left half written
-        return float("inf")
+        row = json.loads(line)
+        return float(row["step"]), str(row["kind"])
+    except (ValueError, KeyError, TypeError):  # a line that a killed run left half written
+        return float("inf"), ""

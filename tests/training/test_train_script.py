@@ -1,5 +1,6 @@
 """The whole way: train.py on the tiny variant, and the numbers it reports."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -149,6 +150,21 @@ def test_metrics_written_again_after_a_resume_stand_once(tmp_path):
     again.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(x["step"], x["loss"]) for x in lines] == [(5, 5.0), (10, 10.0), (15, 1.5)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_evaluation_that_is_repeated_stands_once(tmp_path, again):
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
+        for kind in ("train", "eval"):
+            writer.write(5, kind, {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('3\n{"step": "x", "kind": "train"}\n')  # not lines of a run
+    with contextlib.closing(MetricsWriter(tmp_path, 5, evaluates_again=again)) as writer:
+        writer.write(5 if again else 6, "eval", {"loss": 2.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    both, last = [(5, "train"), (5, "eval")], (6, "eval")
+    assert [(x["step"], x["kind"]) for x in lines] == (both if again else [*both, last])
+    assert lines[-1]["loss"] == 2.0
 
 
 def test_metrics_of_another_process_are_not_written(tmp_path):

@@ -118,6 +118,15 @@ def test_only_defaults_stand_for_fields_that_were_not_saved():
         check_fingerprint(dense, sparse, "x", kinds)
 
 
+@pytest.mark.parametrize("name", ["best", "export"])
+def test_a_file_that_an_export_would_not_replace_is_named_before_training(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=rf"{name} holds notes\.txt, which is no part of an export"):
+        run(tmp_path)
+    assert not (tmp_path / "checkpoints").exists() and (tmp_path / name / "notes.txt").read_text() == "mine"
+
+
 HOLDER = """
 import pathlib, sys
 from dflash_jax.training.workdir import held
@@ -147,3 +156,19 @@ def test_a_second_run_on_a_workdir_is_refused_while_the_first_lives(tmp_path):
         raise KeyError
     with held(workdir):  # and so has a run that failed
         pass
+
+
+def test_a_finished_run_that_is_run_again_is_evaluated_again_and_logged_once(workdir):
+    for tau in (1.5, 1.25):
+        result = train(
+            toy.experiment(**OPTIONS),
+            workdir,
+            target=toy.target(),
+            data=toy.data(),
+            evaluate=lambda *_, tau=tau: {"tau": tau},
+        )
+        lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        assert [(x["step"], x["kind"]) for x in lines] == [(1, "train"), (2, "train"), (2, "eval")]
+        assert lines[-1]["tau"] == tau and result.best == {"step": 2, "tau": 1.5}
+    run(workdir)  # without an evaluation the one that is there stays
+    assert json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])["tau"] == 1.25
