@@ -216,9 +216,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def whole_on_each_process(mesh: Mesh | None) -> bool:
+    """Whether only `data` leads from process to process, so that each has whole what is cut along the other axes."""
+    if mesh is None:
+        return True
+    process_RxN = np.asarray(_places(list(mesh.devices.flat), _PROCESS)).reshape(mesh.shape[DATA], -1)
+    return bool((process_RxN == process_RxN[:, :1]).all())
+
+
 def put(x: jax.typing.ArrayLike, layout: NamedSharding) -> jax.Array:
-    """`jax.device_put`, also onto devices of other processes: each brings the same array and keeps its part."""
-    if layout.is_fully_addressable:
+    """`jax.device_put`, also onto devices of other processes: each brings the same array and keeps its part.
+
+    An array that lies over several processes already is laid out anew by all of them together.
+    """
+    if layout.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, layout)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), layout), impl=jax.random.key_impl(x))

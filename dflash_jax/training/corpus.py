@@ -197,9 +197,9 @@ def open_training_data(
                 f"data.answers.{name}.max_new_tokens is {own.max_new_tokens}, must be less than "
                 f"{target.config.max_positions}, the target's context"
             )
-    count = jax.process_count()
-    if config.batch_size % count:
-        raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {count} processes")
+    share, shares = processes.row_share(target.mesh)
+    if config.batch_size % shares:
+        raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {shares} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
     stores: list[_Wanted] = [(pathlib.Path(path), None) for path in config.stores]
     # All sources are read before the first answer: what is wrong with the last of them shall not show after hours.
@@ -222,8 +222,8 @@ def open_training_data(
     folder = directory / "-".join(["features", *map(str, tap_ids)])
     features = _features(target, samples, folder, tap_ids) if config.features else None
     batches = make_iterator(
-        samples, features, batch_size=config.batch_size // count, seq_len=config.seq_len, seed=config.seed,
-        packing=config.packing, process_index=jax.process_index(), process_count=count,
+        samples, features, batch_size=config.batch_size // shares, seq_len=config.seq_len, seed=config.seed,
+        packing=config.packing, process_index=share, process_count=shares,
         num_workers=config.workers,
     )  # fmt: skip
     if config.packing:

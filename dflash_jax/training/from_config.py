@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     """The mesh of the config's `mesh` section; None for one device.
 
     Raises:
-      ConfigError: it does not suit the processes.
+      ConfigError: it leaves devices of the processes out.
     """
     mesh, count = from_config_dict(MeshConfig, config.mesh, "mesh"), jax.process_count()
     if count > 1 and mesh.size != jax.device_count():
@@ -132,12 +133,39 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
             f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "
             "processes"
         )
-    if mesh.data % count:
-        raise ConfigError(
-            f"mesh.data is {mesh.data}, must be a multiple of the {count} processes, each holds the target whole: "
-            f"such as mesh.data={count} and mesh.fsdp={jax.device_count() // count}"
-        )
     return mesh.make()
+
+
+def check_without_own_target(config: ConfigDict, *, data: bool, evaluation: bool) -> None:
+    """Refuses what a process does with a target of its own, where the mesh leaves none of them the target whole.
+
+    Args:
+      data, evaluation: as in `check_sections`.
+
+    Raises:
+      ConfigError: names the field.
+    """
+    asked = [("drafter.init_target", config.drafter.get("init_target"), 'leave it ""')]
+    if data:
+        section = from_config_dict(DataConfig, config.data.to_dict(), "data")
+        made = "make the answers before, by any engine: as files for data.natural, or as a store for data.stores"
+        asked += [
+            ("data.answers", dict(section.answers), f"{made}; and leave it empty"),
+            ("data.features", section.features, "set it to False: the target runs in each step"),
+        ]
+    if evaluation:
+        prompts = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation").prompts
+        asked.append(("evaluation.prompts", prompts, "leave it empty, and evaluate what is exported by itself"))
+    count = jax.process_count()
+    for name, value, way_out in asked:
+        if value:
+            shown = ", ".join(map(str, value)) if isinstance(value, (Mapping, list, tuple)) else repr(value)
+            raise ConfigError(
+                f"{name} is {shown}, which each process does with a target of its own, and on mesh "
+                f"{config.mesh.to_dict()} none of the {count} processes has the target whole: {way_out}. Or, where the "
+                f"target fits into the devices of one, let only mesh.data lead from process to process: a multiple of "
+                f"{count}, such as mesh.data={count} and mesh.fsdp={jax.device_count() // count}"
+            )
 
 
 def first_params(
@@ -169,7 +197,7 @@ def first_params(
             return params
         theirs, trunk = read_trunk(config.drafter.init_from)
         known = load_target(first, dtype=target.dtype, mesh=target.mesh)
-        return fit_adapter(params, draft, target, trunk, theirs, known, *_text(batches, FIT_BATCHES))
+        return fit_adapter(params, draft, target, trunk, theirs, known, *_text(batches, FIT_BATCHES, target.mesh))
     trained = load_drafter(config.drafter.init_from, target, dtype=jnp.float32)
     if trained.own_vocabulary:
         raise ConfigError(
@@ -185,14 +213,16 @@ def first_params(
     return trained.params
 
 
-def _text(batches: BatchIterator, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _text(
+    batches: BatchIterator, count: int, mesh: jax.sharding.Mesh | None
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(token_RxS, length_R) of the next batches; the iterator is put back."""
     start = batches.get_state()
     taken = [next(batches) for _ in range(count)]
     batches.set_state(start)
-    rows = len(taken[0]["length_B"]) * jax.process_count()
+    rows = len(taken[0]["length_B"]) * processes.row_share(mesh)[1]
     return tuple(
-        np.concatenate([processes.first_rows(batch[name], rows) for batch in taken])
+        np.concatenate([processes.first_rows(batch[name], rows, mesh) for batch in taken])
         for name in ("tokens_BxS", "length_B")
     )
 
@@ -203,7 +233,7 @@ def measured(config: ConfigDict, target: Target, draft: DrafterConfig, batches: 
     batch = next(batches)
     batches.set_state(start)
     token_BxS, length_B, document_BxS, position_BxS = (
-        processes.first_rows(batch[name], 4) if name in batch else None
+        processes.first_rows(batch[name], 4, target.mesh) if name in batch else None
         for name in ("tokens_BxS", "length_B", "document_BxS", "position_BxS")
     )
     found = measure(

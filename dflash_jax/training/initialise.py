@@ -14,6 +14,7 @@ of the format can run:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ def measure(
 ) -> Statistics:
     """Runs the target over a few rows and measures; see `Statistics`.
 
+    A target that lies over several processes is run by all of them together, with the same rows.
+
     Args:
       layers: target layers whose q and k are wanted.
       position_BxS, document_BxS: of packed rows, see `forward_rows`.
@@ -141,7 +144,10 @@ def measure(
     before = tuple(sorted({layer - 1 for layer in layers if layer > 0}))
     wanted = tuple(sorted({*tap_ids, *before}))
 
-    @jax.jit
+    # On a mesh the numbers are on every device: those of other processes could not be read.
+    layout = None if target.mesh is None else sharding.replicated(target.mesh)
+
+    @functools.partial(jax.jit, out_shardings=layout)
     def run(params: nnx.State, token_BxS: jax.Array) -> tuple[dict[int, jax.Array], list[tuple[jax.Array, jax.Array]]]:
         model = nnx.merge(target.graphdef, params)
         b, s = token_BxS.shape
@@ -153,7 +159,7 @@ def measure(
         return rms, [_query_key_rms(model.layers[layer], state[layer - 1]) for layer in layers]
 
     with sharding.use(target.mesh):
-        rms, qk = run(target.params, jnp.asarray(token_BxS))
+        rms, qk = run(target.params, token_BxS if layout is None else sharding.put(token_BxS, layout))
     return Statistics(
         tuple(float(np.median(np.asarray(rms[tap])[inside_BxS])) for tap in tap_ids),
         tuple(float(np.sqrt(np.mean(np.square(np.asarray(q)[inside_BxS])))) for q, _ in qk),

@@ -76,7 +76,7 @@ def train(
         it comes to that profile/ and diverged/.
       target, data, evaluate: None builds them from the config; a notebook or a test may pass its own.
         `evaluate(target, drafter)` runs the draft-verify loop on held-out prompts and returns at least "tau"; with
-        several processes each calls it, on its own devices.
+        several processes each calls it, on its own devices, or, where none has the target whole, all together.
 
     Raises:
       ConfigError: a field is wrong, or differs from what the checkpoints in workdir were trained with; or another
@@ -104,6 +104,8 @@ def _train(
     run, optimizer_config, step_config = sections
     logging.info("== target")
     mesh = from_config.configured_mesh(config)
+    if not sharding.whole_on_each_process(mesh):
+        from_config.check_without_own_target(config, data=data is None, evaluation=evaluate is None)
     if target is None:
         target = from_config.configured_target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)
@@ -178,23 +180,22 @@ def _train(
     train_step = make_train_step(step_config, loss, optimizer, optimizer_config, unit, mesh, changing)
 
     def chosen(state: TrainState) -> nnx.State:
-        params = state.ema if run.export_weights == "ema" else state.params
-        return params if jax.process_count() == 1 else sharding.on_this_process(params, mesh)
+        return state.ema if run.export_weights == "ema" else state.params
 
     def bound(state: TrainState) -> Drafter:
         # A copy: the step donates the state's buffers, and the drafter lives on.
-        params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), chosen(state))
+        params = chosen(state) if own is target else processes.whole(chosen(state), mesh)
+        params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), params)
         return bind_drafter(draft, graphdef, params, own, draft_to_target, source=f"{workdir} step {state.step}")
 
     def export(state: TrainState, name: str) -> pathlib.Path:
+        params = processes.whole(chosen(state), mesh)
         if not processes.is_first():
             return workdir / name
         training = {"step": int(state.step), "weights": run.export_weights}
         if run.export_weights == "ema":
             training["ema_decay"] = optimizer_config.ema_decay
-        return export_drafter(
-            workdir / name, draft, chosen(state), draft_to_target=draft_to_target, training=training
-        )  # fmt: skip
+        return export_drafter(workdir / name, draft, params, draft_to_target=draft_to_target, training=training)
 
     def save(state: TrainState) -> pathlib.Path:
         return checkpoints.save(state, data_state, facts)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError
@@ -46,22 +47,48 @@ def all_done(what: str) -> None:
 def here(target: Target) -> Target:
     """The target on this process's devices alone: it decodes and measures without the other processes.
 
-    Its parameters are the same buffers.
+    Its parameters are the same buffers. Where no process has the target whole, the target itself, which all processes
+    run together: what one of them calls with it, all must call, with the same numbers.
 
     Raises:
-      ConfigError: the target lies on no mesh, or a parameter is cut over devices of several processes.
+      ConfigError: the target lies on no mesh.
     """
     if jax.process_count() == 1:
         return target
     if target.mesh is None:
         raise ConfigError(f"target {target.source} has no mesh, several processes need one over all their devices")
+    if not sharding.whole_on_each_process(target.mesh):
+        return target
     params = sharding.on_this_process(target.params, target.mesh)
     return dataclasses.replace(target, params=params, mesh=target.mesh.local_mesh)
 
 
-def first_rows(rows_RxS: np.ndarray, count: int) -> np.ndarray:
-    """The first rows of the whole batch, of which each process holds every n-th; the same on all of them."""
-    processes = jax.process_count()
+def row_share(mesh: Mesh | None) -> tuple[int, int]:
+    """(index, count): this process reads rows index, index + count, ... of each batch.
+
+    Where the target lies over several processes that is every row on each of them: devices of several processes may
+    want the same one, and a mesh may give a process any of them. Such batches hold tokens alone, which is little.
+    """
+    if sharding.whole_on_each_process(mesh):
+        return jax.process_index(), jax.process_count()
+    return 0, 1
+
+
+def whole(tree: T, mesh: Mesh | None) -> T:
+    """Arrays of the run's mesh as arrays that this process can read whole. All processes call this together.
+
+    They are its own buffers where it has them whole, else gathered into its host's memory, one after another.
+    """
+    if jax.process_count() == 1:
+        return tree
+    if sharding.whole_on_each_process(mesh):
+        return sharding.on_this_process(tree, mesh)
+    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
+
+
+def first_rows(rows_RxS: np.ndarray, count: int, mesh: Mesh | None) -> np.ndarray:
+    """The first rows of the whole batch, of which each process holds its `row_share`; the same on all of them."""
+    processes = row_share(mesh)[1]
     if processes == 1:
         return rows_RxS[:count]
     parts_PxRxS = multihost_utils.process_allgather(rows_RxS[: -(-count // processes)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_con
 from dflash_jax.drafters.contract import SharedWeights
 from dflash_jax.models.scanned import StackedTarget
 from dflash_jax.models.whole_rows import forward_rows
+from dflash_jax.training import processes
 from dflash_jax.training.anchors import gather_rows, sample_anchors, slot_labels
 from dflash_jax.training.block_forward import REMAT, block_forward
 from dflash_jax.training.losses import HeadMath, LossSums, block_loss
@@ -157,22 +159,24 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, jax.Array]:
     """Lays a host batch out on the devices, rows over the data axis.
 
-    With several processes each brings its own rows; together they are the batch.
+    With several processes each brings its own rows, and together they are the batch; where the target lies over
+    several of them, each brings the batch (`processes.row_share`).
 
     Raises:
       ConfigError: rows do not divide over the data axis.
     """
     if mesh is None:
         return jax.device_put(batch)
-    rows, parts = len(batch["length_B"]) * jax.process_count(), sharding.data_parallel_size(mesh)
+    count = processes.row_share(mesh)[1]
+    rows, parts = len(batch["length_B"]) * count, sharding.data_parallel_size(mesh)
     if rows % parts:
         raise ConfigError(f"a batch of {rows} rows does not divide over {parts} data shards; change batch_size")
-    return {
-        name: jax.make_array_from_process_local_data(
-            sharding.named_sharding(mesh, ("batch", *([None] * (x.ndim - 1))), (rows, *x.shape[1:])), x
-        )
-        for name, x in batch.items()
-    }
+
+    def placed(x: np.ndarray) -> jax.Array:
+        layout = sharding.named_sharding(mesh, ("batch", *([None] * (x.ndim - 1))), (rows, *x.shape[1:]))
+        return sharding.put(x, layout) if count == 1 else jax.make_array_from_process_local_data(layout, x)
+
+    return {name: placed(x) for name, x in batch.items()}
 
 
 def packed_documents(batch: dict[str, Any]) -> tuple[Any, Any]:
