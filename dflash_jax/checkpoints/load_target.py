@@ -133,6 +133,11 @@ def open_checkpoint(
         if path.suffix != ".gguf":
             raise CheckpointError(f"{name} is a file but no .gguf; of a Hugging Face checkpoint, give the directory")
         return _open_gguf(path, name, dtype, progress)
+    if name.startswith("random:"):
+        raise CheckpointError(
+            f"{name} is made by train.py for a trial and lies nowhere; `export_target(DIR, tiny_target())`, of "
+            "dflash_jax.checkpoints.export_target and dflash_jax.training.dry_run, writes one, and DIR can be loaded"
+        )
     if not is_hub_name(name) or path.suffix == ".gguf":
         raise CheckpointError(
             f"{name} does not exist: there is no such directory or .gguf file, and it is no hub name (owner/name)"

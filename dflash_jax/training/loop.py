@@ -262,6 +262,9 @@ def _train(
         _progress(step, last_step) as bar,
         stop_signal() as stopped,
     ):
+        due = run.eval_every and 0 < step < last_step and step % run.eval_every == 0
+        if due and not any(processes.of_the_first([writer.evaluated])):
+            assess()  # the run was stopped between the checkpoint and its evaluation
         while step < last_step:
             batch = dict(next(data.batches))
             placed = put_batch(batch, mesh)  # on its way while the device still takes the step before

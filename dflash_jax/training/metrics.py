@@ -66,6 +66,9 @@ class MetricsWriter:
     Args:
       first_step: that the run goes on from; 0 at its beginning.
       evaluates_again: whether this step is evaluated (again), as where a run is ended already.
+
+    Attributes:
+      evaluated: whether `first_step` has an evaluation.
       enabled: False writes nothing: another process of the run does.
       wandb: arguments of `wandb.init`; without a "project" nothing is sent. A resumed run goes on under the same id.
       config: what is shown beside the run there.
@@ -80,7 +83,7 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,
         evaluates_again: bool = False,
     ):
-        self._enabled = enabled
+        self._enabled, self.evaluated = enabled, False
         if not enabled:
             return
         import tensorboardX  # in the `train` extra
@@ -92,6 +95,7 @@ class MetricsWriter:
             places = ((line, *_place(line)) for line in path.read_text().splitlines())
             kept = [line for line, step, kind in places if step <= last.get(kind, first_step)]
             write_atomically(path, "".join(line + "\n" for line in kept))
+            self.evaluated = (first_step, "eval") in map(_place, kept)
         self._file = path.open("a")
         self._board = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=first_step + 1 if first_step else None

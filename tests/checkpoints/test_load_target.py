@@ -276,6 +276,11 @@ def test_missing_paths_are_said_so(name):
         load_target(name)
 
 
+def test_the_target_of_trial_runs_is_no_file():
+    with pytest.raises(CheckpointError, match=r"random:tiny is made by train\.py .*export_target\(DIR, tiny_target"):
+        load_target("random:tiny")
+
+
 def test_other_files_and_directories(tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(CheckpointError, match=r"no config\.json.*model\.gguf"):

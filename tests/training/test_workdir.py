@@ -172,3 +172,23 @@ def test_a_finished_run_that_is_run_again_is_evaluated_again_and_logged_once(wor
         assert lines[-1]["tau"] == tau and result.best == {"step": 2, "tau": 1.5}
     run(workdir)  # without an evaluation the one that is there stays
     assert json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])["tau"] == 1.25
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tmp_path):
+    """The checkpoint of its step was written before: a resumed run would else go on behind it."""
+
+    def killed(target, drafter):
+        raise KeyboardInterrupt
+
+    options = {"save_every": 1, "eval_every": 1, "stop_after": 3}
+    with pytest.raises(KeyboardInterrupt):
+        train(toy.experiment(**options), tmp_path, target=toy.target(), data=toy.data(), evaluate=killed)
+    calls = []
+    for _ in range(2):
+        train(
+            toy.experiment(**options), tmp_path, target=toy.target(), data=toy.data(),
+            evaluate=lambda *_: calls.append(1) or {"tau": 1.5},
+        )  # fmt: skip
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [x["step"] for x in lines if x["kind"] == "eval"] == [1, 2, 3]
+    assert len(calls) == 4  # the last one once more
