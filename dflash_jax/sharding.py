@@ -216,6 +216,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether devices of several processes are in it."""
+    return mesh is not None and len(set(_places(list(mesh.devices.flat), _PROCESS))) > 1
+
+
 def whole_on_each_process(mesh: Mesh | None) -> bool:
     """Whether only `data` leads from process to process, so that each has whole what is cut along the other axes."""
     if mesh is None:

@@ -116,7 +116,7 @@ def make_states(
     """`KVCache.recurrent` of rows before their first token."""
 
     def place(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        return x if mesh is None else jax.device_put(x, sharding.named_sharding(mesh, axes, x.shape))
+        return x if mesh is None else sharding.put(x, sharding.named_sharding(mesh, axes, x.shape))
 
     return tuple(jax.tree.map(place, state, STATE_AXES) for state in empty_states(specs, batch, dtype))
 

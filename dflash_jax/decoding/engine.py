@@ -222,7 +222,7 @@ class Engine:
         if mesh is None:
             return jnp.asarray(x)
         axes = (axes + (None,) * x.ndim)[: x.ndim]
-        return jax.device_put(x, sharding.named_sharding(mesh, axes, x.shape))
+        return sharding.put(x, sharding.named_sharding(mesh, axes, x.shape))
 
     def _keys(self, seeds: Sequence[int]) -> jax.Array:
         keys = row_keys(seeds)

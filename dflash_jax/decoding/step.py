@@ -153,6 +153,13 @@ def _pin(config: StepConfig, x: jax.Array, axes: tuple[str | None, ...]) -> jax.
     return jax.lax.with_sharding_constraint(x, sharding.named_sharding(config.mesh, axes, x.shape))
 
 
+def _for_the_host(config: StepConfig, emission: Emission) -> Emission:
+    """What the host reads, whole on each device where a host has only some of the mesh."""
+    if not sharding.spans_processes(config.mesh):
+        return emission
+    return Emission(_pin(config, emission.packed, (None,) * emission.packed.ndim))
+
+
 def _pin_rows(config: StepConfig, tree: T) -> T:
     """`_pin` of arrays whose first axis is the batch."""
     return jax.tree.map(lambda x: _pin(config, x, ("batch",) + (None,) * (x.ndim - 1)), tree)
@@ -227,7 +234,8 @@ def step(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules)
     tokens, so near the end of its budget or of its cache the block shortens by itself.
     """
     with config.on_mesh():
-        return _round(config, weights, state, rules)
+        state, emission = _round(config, weights, state, rules)
+    return state, _for_the_host(config, emission)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -257,7 +265,7 @@ def steps(
     empty_RxBxM1 = jnp.zeros((limit, *active_B.shape, config.block_size + 1), jnp.int32)
     with config.on_mesh():
         _, state, packed_RxBxM1 = jax.lax.while_loop(going, body, (jnp.int32(0), state, empty_RxBxM1))
-    return state, Emission(packed_RxBxM1)
+    return state, _for_the_host(config, Emission(packed_RxBxM1))
 
 
 def _round(config: StepConfig, weights: Weights, state: DecodeState, rules: Rules) -> tuple[DecodeState, Emission]:
@@ -423,7 +431,8 @@ def admit(
         remaining_B=put(state.remaining_B, fresh.remaining_B),
         count_BxV=jax.tree.map(put, state.count_BxV, fresh.count_BxV),
     )
-    return _pin_state(config, state), _pin_rules(config, jax.tree.map(put, rules, admission.rules)), emission
+    rules = _pin_rules(config, jax.tree.map(put, rules, admission.rules))
+    return _pin_state(config, state), rules, _for_the_host(config, emission)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -63,7 +63,8 @@ class EvaluationConfig:
 def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | None:
     """evaluate(target, drafter) -> numbers, or None where the config has no prompts.
 
-    Several processes share the prompts, and all get the numbers of all.
+    Several processes share the prompts, and all get the numbers of all. Where the target lies over several, they decode
+    all prompts together.
 
     The numbers are those of `dflash_jax.evaluation.statistics`: tau over all rounds (and by source, `tau_code`),
     tau_per_answer, accept_j, the share of j-th drafted tokens that were accepted when all before them were, and
@@ -103,10 +104,11 @@ def open_evaluation(values: Mapping[str, Any], target: Target) -> Evaluate | Non
         prompts = [ids for group in encoded.values() for ids in group]
         sources = [name for name, group in encoded.items() for _ in group]
         results = generate(
-            target, drafter, processes.share(prompts), max_tokens=config.max_tokens, batch=config.batch_size,
-            block_size=config.block_size,
+            target, drafter, processes.share(prompts, target.mesh), max_tokens=config.max_tokens,
+            batch=config.batch_size, block_size=config.block_size,
         )  # fmt: skip
-        acceptance = processes.gather([r.acceptance for r in results], len(prompts), config.max_tokens)
+        rounds = [r.acceptance for r in results]
+        acceptance = processes.gather(rounds, len(prompts), config.max_tokens, target.mesh)
         size = config.block_size or drafter.block_size
         by_source: dict[str, list[list[int]]] = {}
         for source, rounds in zip(sources, acceptance, strict=True):

@@ -154,8 +154,9 @@ def check_without_own_target(config: ConfigDict, *, data: bool, evaluation: bool
             ("data.features", section.features, "set it to False: the target runs in each step"),
         ]
     if evaluation:
-        prompts = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation").prompts
-        asked.append(("evaluation.prompts", prompts, "leave it empty, and evaluate what is exported by itself"))
+        section = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation")
+        timed = section.cost_repeats if section.prompts else 0
+        asked.append(("evaluation.cost_repeats", timed, "set it to 0, for no prediction of the speedup"))
     count = jax.process_count()
     for name, value, way_out in asked:
         if value:

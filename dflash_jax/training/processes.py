@@ -102,18 +102,20 @@ def of_the_first(numbers: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(x) for x in multihost_utils.broadcast_one_to_all(np.asarray(numbers, np.float32)))
 
 
-def share(items: Sequence[T]) -> Sequence[T]:
-    """This process's part of what all of them do together."""
-    return items[jax.process_index() :: jax.process_count()]
+def share(items: Sequence[T], mesh: Mesh | None) -> Sequence[T]:
+    """What this process decodes of what is to be decoded: its part, or, where none has the target on `mesh` whole, all
+    of it, in step with the others."""
+    index, count = row_share(mesh)
+    return items[index::count]
 
 
-def gather(lists: Sequence[Sequence[int]], count: int, longest: int) -> list[list[int]]:
+def gather(lists: Sequence[Sequence[int]], count: int, longest: int, mesh: Mesh | None) -> list[list[int]]:
     """All `count` lists, from the lists that each process made of its `share`.
 
     Args:
       longest: no list is longer.
     """
-    processes = jax.process_count()
+    processes = row_share(mesh)[1]
     if processes == 1:
         return [list(one) for one in lists]
     packed_RxW = np.zeros((-(-count // processes), 1 + longest), np.int32)

@@ -3,23 +3,20 @@
     python -m tests.training.one_of_spread WORKDIR PROCESS PORT ANSWERS MESH [hang]
 
 is one of two processes with two devices each, both on this machine; ANSWERS is a response store and MESH such as
-fsdp=2,tensor=2. With `hang` the third batch never comes: the run stands still behind step 2, whose checkpoint is
-written meanwhile, until somebody kills it.
+fsdp=2,tensor=2. With `hang` the first evaluation never ends, see one_of_two.py.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
-import time
 
 import jax
 
 from dflash_jax.data.responses import Response, ResponseStore
 from dflash_jax.sharding import MeshConfig
-from dflash_jax.training.corpus import open_training_data
 from dflash_jax.training.loop import TrainResult, train
-from tests.training import toy
+from tests.training import one_of_two, toy
 
 STEPS = 4
 
@@ -33,45 +30,22 @@ def store(directory: pathlib.Path) -> None:
             opened.append([Response(sample.id, "toy", tuple(ids[:begin]), tuple(ids[begin:]), "stop", 0, "greedy", ())])
 
 
-class Hanging:
-    """Batches of which, from each position that is set, the third never comes."""
-
-    def __init__(self, batches):
-        self._batches, self._left = batches, 2
-
-    def get_state(self):
-        return self._batches.get_state()
-
-    def set_state(self, state):
-        self._left = 2
-        self._batches.set_state(state)
-
-    def __next__(self):
-        if not self._left:
-            time.sleep(3600)
-            raise AssertionError("nobody killed this process")
-        self._left -= 1
-        return next(self._batches)
-
-
 def run(workdir: str | pathlib.Path, answers: str | pathlib.Path, axes: dict[str, int], hang=False) -> TrainResult:
-    """Steps on a mesh, with a checkpoint every second step and no evaluation."""
+    """Steps on a mesh, with a checkpoint and an evaluation every second step; with `hang` the first evaluation never
+    ends."""
     config = toy.experiment(
-        stop_after=STEPS, save_every=2, save_every_minutes=None, export_weights="ema"
+        stop_after=STEPS, eval_every=2, save_every=2, save_every_minutes=None, export_weights="ema"
     )  # fmt: skip
     config.mesh = {"data": 1, **axes}
     config.step.update(accumulation=1, scan_target="fsdp" in axes)
     config.data = {"batch_size": 4, "seq_len": 24, "features": False, "stores": (str(answers),), "seed": 5}
-    target = toy.target(mesh=MeshConfig(**config.mesh.to_dict()).make())
-    data = None
-    if hang:
-        data = open_training_data(config.data.to_dict(), target, (), pathlib.Path(workdir))
-        data.batches = Hanging(data.batches)
-    return train(config, workdir, target=target, data=data)
+    mesh = MeshConfig(**config.mesh.to_dict()).make()
+    target = toy.target(mesh=mesh)
+    return train(config, workdir, target=target, evaluate=one_of_two.hang if hang else one_of_two.evaluate)
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
     mesh = {axis: int(size) for axis, size in (word.split("=") for word in sys.argv[5].split(","))}
-    print(run(sys.argv[1], sys.argv[4], mesh, hang="hang" in sys.argv[6:]))
+    print(run(sys.argv[1], sys.argv[4], mesh, **dict.fromkeys(sys.argv[6:], True)))

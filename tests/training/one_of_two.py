@@ -26,12 +26,12 @@ TOKENS = 10
 
 
 def evaluate(target, drafter) -> dict[str, Any]:
-    """Acceptance over all prompts, from each process's share; plain answers must be the same."""
-    mine = processes.share(PROMPTS)
+    """Acceptance over all prompts, from each process's share or all together; plain answers must be the same."""
+    mine = processes.share(PROMPTS, target.mesh)
     drafted = generate(target, drafter, mine, max_tokens=TOKENS, batch=4)
     plain = generate(target, None, mine, max_tokens=TOKENS, batch=4)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-    rounds = processes.gather([r.acceptance for r in drafted], len(PROMPTS), TOKENS)
+    rounds = processes.gather([r.acceptance for r in drafted], len(PROMPTS), TOKENS, target.mesh)
     return {"tau": (TOKENS - 1) * len(PROMPTS) / sum(map(len, rounds)), "rounds": rounds}
 
 

@@ -133,7 +133,10 @@ def test_what_two_processes_saved_goes_on_on_eight_devices(straight, tmp_path):
 def test_one_process_changes_nothing():
     target = toy.target()
     assert processes.here(target) is target and processes.is_first()
-    assert processes.share([1, 2, 3]) == [1, 2, 3] and processes.gather([[1], [2, 3]], 2, 5) == [[1], [2, 3]]
+    assert processes.share([1, 2, 3], None) == [1, 2, 3] and processes.gather([[1], [2, 3]], 2, 5, None) == [
+        [1],
+        [2, 3],
+    ]
     assert processes.in_turn(lambda: 7) == 7 and processes.of_the_first((0.1,)) == (0.1,)
 
 
