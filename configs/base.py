@@ -9,6 +9,23 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+# What every tiny architecture has; families add their own.
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SMALL_DENSE = SMALL | {"intermediate_size": 96}
+SMALL_DELTA = SMALL | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 
 def experiment(
     source: str,
@@ -116,6 +133,17 @@ def experiment(
     config.generation = ConfigDict({"max_tokens": 1024, "temperature": 0.0, "seed": 0})
     config.generation.chat_template_kwargs = ConfigDict()
     config.cache = ConfigDict({"rows": 32, "max_length": 8192, "page_size": 256})
+    return config
+
+
+def over_hosts(config: ConfigDict) -> ConfigDict:
+    """The same experiment as a step of eight rows on 128 devices, the target over all hosts: 16 parts of its experts,
+    fsdp of 8. Its layers are scanned, answers exist already, and nothing is evaluated in between."""
+    config.mesh.update({"fsdp": 8, "expert": 16, "tensor": 1})
+    config.data.batch_size = 8
+    config.step.scan_target = True
+    config.data.answers = ConfigDict()
+    config.evaluation.prompts = ConfigDict()
     return config
 
 

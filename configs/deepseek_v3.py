@@ -96,9 +96,5 @@ def get_config(variant: str = "") -> ConfigDict:
     )  # fmt: skip
     config.mesh.update({"expert": 16, "tensor": 8})
     if variant == "train":
-        config.mesh.update({"fsdp": 8, "expert": 16, "tensor": 1})
-        config.data.batch_size = 8
-        config.step.scan_target = True
-        config.data.answers = ConfigDict()
-        config.evaluation.prompts = ConfigDict()
+        return base.over_hosts(config)
     return base.tiny(config, TINY) if variant == "tiny" else config

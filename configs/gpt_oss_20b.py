@@ -44,14 +44,10 @@ GPT_OSS = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-TINY = GPT_OSS | {
-    "vocab_size": 259,
-    "hidden_size": 64,
+TINY = {
+    **GPT_OSS,
+    **base.SMALL,
     "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 16,

@@ -37,19 +37,7 @@ QWEN35 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": False,
 }
-TINY = QWEN35 | {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+TINY = QWEN35 | base.SMALL_DENSE | base.SMALL_DELTA
 
 
 def get_config(variant: str = "") -> ConfigDict:

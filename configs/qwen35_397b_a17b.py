@@ -53,17 +53,9 @@ QWEN35_MOE = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
     },
 }
-TINY = QWEN35_MOE["text_config"] | {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+TINY = {
+    **QWEN35_MOE["text_config"],
+    **base.SMALL_DELTA,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -80,9 +72,5 @@ def get_config(variant: str = "") -> ConfigDict:
     )  # fmt: skip
     config.mesh.update({"expert": 16, "tensor": 8})
     if variant == "train":
-        config.mesh.update({"fsdp": 8, "expert": 16, "tensor": 1})
-        config.data.batch_size = 8
-        config.step.scan_target = True
-        config.data.answers = ConfigDict()
-        config.evaluation.prompts = ConfigDict()
+        return base.over_hosts(config)
     return base.tiny(config, TINY) if variant == "tiny" else config

@@ -34,15 +34,7 @@ QWEN3 = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
-TINY = QWEN3 | {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+TINY = QWEN3 | base.SMALL_DENSE
 
 
 def get_config(variant: str = "") -> ConfigDict:

@@ -31,6 +31,7 @@ from dflash_jax.training.optimizer import OptimizerConfig
 from dflash_jax.training.run_config import RunConfig
 from dflash_jax.training.step import StepConfig
 
+FIT_BATCHES = 8  # batches of text that an adapter is fitted on before it is trained
 _SECTIONS = ("seed", "mesh", "target", "drafter", "data", "step", "loss", "optimizer", "run", "evaluation")
 _OF_SERVING = ("generation", "comparison", "cache")  # one config may do both
 
@@ -103,9 +104,6 @@ def check_for_target(section: ConfigDict, target: TargetConfig) -> None:
             raise ConfigError(f"drafter.init_layers holds {layer}, must lie in [0, {target.num_layers})")
     if section.init_from:
         drafter_directory(section.init_from)
-
-
-FIT_BATCHES = 8  # batches of text that an adapter is fitted on before it is trained
 
 
 def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:

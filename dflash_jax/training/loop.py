@@ -262,8 +262,8 @@ def _train(
         _progress(step, last_step) as bar,
         stop_signal() as stopped,
     ):
-        due = run.eval_every and 0 < step < last_step and step % run.eval_every == 0
-        if due and not any(processes.of_the_first([writer.evaluated])):
+        missed = run.eval_every and 0 < step < last_step and step % run.eval_every == 0
+        if missed and not any(processes.of_the_first([writer.evaluated])):
             assess()  # the run was stopped between the checkpoint and its evaluation
         while step < last_step:
             batch = dict(next(data.batches))

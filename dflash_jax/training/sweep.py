@@ -29,6 +29,7 @@ from ml_collections import ConfigDict, config_flags
 from dflash_jax import command_line
 from dflash_jax.config import ConfigError
 from dflash_jax.evaluation.report import table
+from dflash_jax.training.workdir import read_best
 
 Points = Mapping[str, Mapping[str, Any]]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -111,10 +112,9 @@ def result(workdir: pathlib.Path) -> dict[str, Any]:
             continue
         last[values["kind"]] = values
     found = {**last.get("train", {}), **last.get("eval", {}), "state": "done" if is_done(workdir) else "stopped"}
-    best = workdir / "best.json"
-    if best.exists():
-        values = json.loads(best.read_text(encoding="utf-8"))
-        found |= {"best_tau": values["tau"], "best_step": values["step"]}
+    best = read_best(workdir)
+    if best["step"]:
+        found |= {"best_tau": best["tau"], "best_step": best["step"]}
     return found
 
 

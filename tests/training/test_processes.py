@@ -16,7 +16,7 @@ from dflash_jax.sharding import make_mesh
 from dflash_jax.training import from_config, processes
 from dflash_jax.training.checkpointing import Checkpoints
 from tests.training import one_of_two, toy, two_processes
-from tests.training.two_processes import arrays, lines, wait_for
+from tests.training.two_processes import arrays, kill_behind, lines, same_bit_by_bit, wait_for
 
 
 def compare(ours, theirs):
@@ -66,29 +66,10 @@ def test_two_processes_killed_and_started_again(straight, tmp_path):
     """Bit by bit what two processes that nobody killed arrive at."""
     _, two = straight
     started = start_two(tmp_path, "hang")
-    try:
-        deadline = time.monotonic() + 400
-        while not (tmp_path / "checkpoints" / "2" / "commit_success.txt").exists():
-            for process in started:
-                assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+    kill_behind(started, tmp_path, 2)
     assert not (tmp_path / "checkpoints" / "4").exists()
     wait_for(start_two(tmp_path))
-    expected = lines(two)  # with the evaluation behind step 2, which was killed and is made up for
-    resumed = lines(tmp_path)
-    for line in resumed + expected:
-        for clock in ("seconds", "blocks_per_s"):
-            line.pop(clock, None)
-    assert resumed == expected
-    ours, theirs = arrays(tmp_path, 4), arrays(two, 4)
-    assert ours.keys() == theirs.keys()
-    for path, value in theirs.items():
-        np.testing.assert_array_equal(ours[path], value, err_msg=path)
+    same_bit_by_bit(tmp_path, two, 4)  # the evaluation behind step 2, which was killed, is made up for
 
 
 @pytest.mark.slow

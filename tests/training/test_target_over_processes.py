@@ -1,6 +1,5 @@
 """A target that no process has whole: two processes with two devices each against one with four, and one device."""
 
-import time
 import types
 
 import jax
@@ -12,7 +11,7 @@ from dflash_jax.config import ConfigError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training import from_config, processes
 from tests.training import one_of_spread, toy, two_processes
-from tests.training.two_processes import arrays, lines, wait_for
+from tests.training.two_processes import arrays, kill_behind, lines, same_bit_by_bit, wait_for
 
 MESHES = {"fsdp=2,tensor=2": {"fsdp": 2, "tensor": 2}, "tensor=4": {"tensor": 4}}
 
@@ -80,29 +79,10 @@ def test_heads_and_channels_over_processes_which_read_the_same_rows(alone, answe
 @pytest.mark.slow
 def test_killed_and_started_again_bit_by_bit(two, answers, tmp_path):
     started = start_two(tmp_path, answers, "fsdp=2,tensor=2", "hang")
-    try:
-        deadline = time.monotonic() + 400
-        while not (tmp_path / "checkpoints" / "2" / "commit_success.txt").exists():
-            for process in started:
-                assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+    kill_behind(started, tmp_path, 2)
     assert not (tmp_path / "checkpoints" / "4").exists()
     wait_for(start_two(tmp_path, answers, "fsdp=2,tensor=2"))
-    resumed = lines(tmp_path)
-    straight = lines(two)  # with the evaluation behind step 2, which was killed and is made up for
-    for line in resumed + straight:
-        for clock in ("seconds", "blocks_per_s"):
-            line.pop(clock, None)
-    assert resumed == straight
-    ours, theirs = arrays(tmp_path, one_of_spread.STEPS), arrays(two, one_of_spread.STEPS)
-    assert ours.keys() == theirs.keys()
-    for path, value in theirs.items():
-        np.testing.assert_array_equal(ours[path], value, err_msg=path)
+    same_bit_by_bit(tmp_path, two, one_of_spread.STEPS)  # the evaluation that was killed is made up for
 
 
 @pytest.mark.parametrize(

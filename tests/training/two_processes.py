@@ -6,8 +6,10 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
+import numpy as np
 
 
 def lines(workdir):
@@ -46,3 +48,31 @@ def wait_for(started):
     for process in started:
         _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
+
+
+def kill_behind(started, workdir, step):
+    """Kills both once the checkpoint of a step is whole."""
+    try:
+        deadline = time.monotonic() + 400
+        while not (workdir / "checkpoints" / str(step) / "commit_success.txt").exists():
+            for process in started:
+                assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def same_bit_by_bit(workdir, expected, step):
+    """Two runs said the same, but for the clock, and came to the same state."""
+    said = [lines(folder) for folder in (workdir, expected)]
+    for line in said[0] + said[1]:
+        for clock in ("seconds", "blocks_per_s"):
+            line.pop(clock, None)
+    assert said[0] == said[1]
+    ours, theirs = arrays(workdir, step), arrays(expected, step)
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        np.testing.assert_array_equal(ours[path], value, err_msg=path)
