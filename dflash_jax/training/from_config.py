@@ -24,7 +24,7 @@ from dflash_jax.training.adapter import FROZEN, check_section, read_trunk, with_
 from dflash_jax.training.adapter_fit import fit_adapter
 from dflash_jax.training.corpus import BatchIterator, DataConfig
 from dflash_jax.training.dry_run import TINY, tiny_target
-from dflash_jax.training.initialise import Statistics, initial_params, measure
+from dflash_jax.training.initialise import Statistics, deepened, initial_params, measure
 from dflash_jax.training.metrics import check_wandb
 from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.optimizer import OptimizerConfig
@@ -176,6 +176,8 @@ def first_params(
 ) -> nnx.State:
     """Parameters to start from: fresh, from target layers, a trained drafter's, or fresh around a trained trunk.
 
+    A trained drafter of fewer layers is deepened: the layers that it lacks start as no change of what it proposes.
+
     Args:
       batches: text to fit an adapter on (`drafter.init_target`); None: it is not fitted, as where a checkpoint will
         take the place of these parameters.
@@ -204,12 +206,21 @@ def first_params(
             "target's: its layers would start on others than they were trained with"
         )
     ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
+    deeper = trained.config.num_layers < draft.num_layers
+    if deeper:
+        theirs |= {
+            "num_layers": draft.num_layers,
+            "layer_types": theirs["layer_types"] + draft.layer_types[trained.config.num_layers :],
+        }
     for name, value in ours.items():
         if name != "block_size" and theirs[name] != value:
             raise ConfigError(
                 f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
             )
-    return trained.params
+    if not deeper:
+        return trained.params
+    layers = tuple(config.drafter.init_layers)
+    return deepened(trained.params, initial_params(draft, target, statistics, seed=config.seed, init_layers=layers))
 
 
 def _text(

@@ -223,6 +223,23 @@ def initial_params(
     return params
 
 
+def deepened(trained: nnx.State, fresh: nnx.State) -> nnx.State:
+    """`fresh` with everything that `trained` has, a drafter with fewer layers and else alike; in place.
+
+    The layers behind the trained ones keep what they read with and add nothing yet (output and down projections are
+    zero), so that both drafters propose the same. Their first gradients reach the zeros, the next ones all of them
+    (Wu et al. 2024, LLaMA Pro).
+    """
+    for path, variable in trained.flat_state():
+        _copy(functools.reduce(lambda tree, key: tree[key], path, fresh), variable.get_value())
+    for layer in range(len(trained["layers"]), len(fresh["layers"])):
+        for part, name in (("attention", "out_GxRxHxD"), ("attention", "out_bias_D"), ("mlp", "down_FxD")):
+            if name in fresh["layers"][layer][part]:
+                adds = fresh["layers"][layer][part][name]
+                _copy(adds, jnp.zeros_like(adds.get_value()))
+    return fresh
+
+
 def coordinate_units(params: nnx.State, config: DrafterConfig, statistics: Statistics) -> nnx.State:
     """The `unit` of `make_optimizer`: 1 / tap size on each tap's rows of fc, 1 elsewhere."""
     scale = jax.tree.map(lambda _: np.float32(1.0), params)

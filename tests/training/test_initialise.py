@@ -1,6 +1,7 @@
 """What training starts from."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import shared_weights
-from dflash_jax.config import ConfigError
+from dflash_jax.config import FULL, SLIDING, ConfigError
 from dflash_jax.models.whole_rows import forward_rows
+from dflash_jax.training.from_config import first_params
 from dflash_jax.training.initialise import Statistics, coordinate_units, drafter_config, initial_params, measure
+from dflash_jax.training.loop import train
 from tests.training import toy
 
 TARGET = toy.target()
@@ -120,6 +124,32 @@ def test_the_drafter_takes_over_the_targets_scale_and_cap():
     )
     assert windows.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
     assert windows.target_layer_ids == (1, 2)
+
+
+def test_a_deeper_drafter_starts_as_the_one_that_it_goes_on_from(tmp_path):
+    """The first loss is the shallow one's; then the new layers learn, those that see no gradient at first too."""
+    config = toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None)
+    made = export_drafter(tmp_path / "made", config, toy.drafter(config)[1])
+    losses = []
+    for layers in ((2, 4), (2, 4, 1, 3)):
+        run = toy.experiment(stop_after=3, save_every=3)
+        run.drafter.update(init_from=str(made), init_layers=layers, num_layers=len(layers))
+        workdir = tmp_path / str(len(layers))
+        train(run, workdir, target=TARGET, data=toy.data(), evaluate=None)
+        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=1e-6)
+    assert abs(losses[0][2] / losses[1][2] - 1) > 1e-5
+
+    deep = dataclasses.replace(config, num_layers=4, layer_types=(FULL,) * 4)
+    sizes = measure(TARGET, TOKENS, LENGTH, config.target_layer_ids, layers=(2, 4, 1, 3))
+    params = first_params(run, TARGET, deep, sizes)
+    attention = params["layers"][3]["attention"]
+    assert not attention["out_GxRxHxD"].get_value().any() and attention["q_DxGxRxH"].get_value().any()
+    with pytest.raises(ConfigError, match="has layer_types"):
+        first_params(
+            run, TARGET, dataclasses.replace(deep, layer_types=(SLIDING, FULL, FULL, FULL), sliding_window=6), sizes
+        )
 
 
 def test_wrong_initialisations_are_refused_by_name(statistics):
