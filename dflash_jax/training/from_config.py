@@ -24,7 +24,7 @@ from dflash_jax.training.adapter import FROZEN, check_section, read_trunk, with_
 from dflash_jax.training.adapter_fit import fit_adapter
 from dflash_jax.training.corpus import BatchIterator, DataConfig
 from dflash_jax.training.dry_run import TINY, tiny_target
-from dflash_jax.training.initialise import Statistics, deepened, initial_params, measure
+from dflash_jax.training.initialise import Statistics, check_layers, deepened, initial_params, measure
 from dflash_jax.training.metrics import check_wandb
 from dflash_jax.training.objectives import LossConfig
 from dflash_jax.training.optimizer import OptimizerConfig
@@ -99,9 +99,7 @@ def check_for_target(section: ConfigDict, target: TargetConfig) -> None:
             f"drafter.draft_vocab_size is {section.draft_vocab_size}, must be at most {target.vocab_size}, the "
             "target's vocabulary; 0 takes all of it"
         )
-    for layer in section.init_layers:
-        if not 0 <= layer < target.num_layers:
-            raise ConfigError(f"drafter.init_layers holds {layer}, must lie in [0, {target.num_layers})")
+    check_layers(target, section.init_layers, "drafter.init_layers")
     if section.init_from:
         drafter_directory(section.init_from)
 

@@ -24,7 +24,15 @@ import numpy as np
 from flax import nnx
 
 from dflash_jax import sharding
-from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, TargetConfig, default_target_layer_ids
+from dflash_jax.config import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    ConfigError,
+    DrafterConfig,
+    TargetConfig,
+    default_target_layer_ids,
+)
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.layers import dense
 from dflash_jax.models.target import Target
@@ -133,11 +141,9 @@ def measure(
       position_BxS, document_BxS: of packed rows, see `forward_rows`.
 
     Raises:
-      ConfigError: the rows hold no token, or a layer does not exist.
+      ConfigError: the rows hold no token, or a layer does not exist or is not made as a drafter's.
     """
-    for layer in layers:
-        if not 0 <= layer < target.config.num_layers:
-            raise ConfigError(f"init_layers holds {layer}, must lie in [0, {target.config.num_layers})")
+    check_layers(target.config, layers)
     inside_BxS = np.arange(token_BxS.shape[1])[None] < np.asarray(length_B)[:, None]
     if not inside_BxS.any():
         raise ConfigError("there is no token to measure the taps on: all sampled rows are empty")
@@ -248,6 +254,32 @@ def coordinate_units(params: nnx.State, config: DrafterConfig, statistics: Stati
     return scale
 
 
+def check_layers(target: TargetConfig, layers: Sequence[int], name: str = "init_layers") -> None:
+    """Whether these target layers exist and have the parts that a drafter's layer is copied from.
+
+    Args:
+      name: of the field that holds them.
+
+    Raises:
+      ConfigError: one does not.
+    """
+    for layer in layers:
+        if not 0 <= layer < target.num_layers:
+            raise ConfigError(f"{name} holds {layer}, must lie in [0, {target.num_layers})")
+        has = None
+        if target.latent is not None:
+            has = "latent attention"
+        elif target.layer_types[layer] == LINEAR:
+            has = "a recurrent state"
+        elif target.moe is not None and layer in target.moe.layers:
+            has = "experts"
+        if has is not None:
+            raise ConfigError(
+                f"{name} holds {layer}, a layer with {has}, which a drafter's layer has not; name layers with "
+                "attention and a dense MLP, or leave it empty"
+            )
+
+
 def _check_init_layers(
     config: DrafterConfig, target: TargetConfig, statistics: Statistics, init_layers: Sequence[int]
 ) -> None:
@@ -262,6 +294,7 @@ def _check_init_layers(
                 f"init_layers copies target layers, but the drafter's {name} is {ours} and the target's {theirs}; "
                 "make them equal or leave init_layers empty"
             )
+    check_layers(target, init_layers)
     if config.target_hidden_size is not None:
         raise ConfigError(
             "init_layers copies target layers, which read the target's table itself, and the drafter has projections; "

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.checkpoints.load_drafter import shared_weights
-from dflash_jax.config import FULL, SLIDING, ConfigError
+from dflash_jax.config import FULL, SLIDING, ConfigError, LatentConfig
 from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training.from_config import first_params
 from dflash_jax.training.initialise import Statistics, coordinate_units, drafter_config, initial_params, measure
@@ -155,6 +155,14 @@ def test_a_deeper_drafter_starts_as_the_one_that_it_goes_on_from(tmp_path):
 def test_wrong_initialisations_are_refused_by_name(statistics):
     with pytest.raises(ConfigError, match="init_layers holds 9"):
         measure(TARGET, TOKENS, LENGTH, (1, 3), layers=(9,))
+    latent = LatentConfig(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8)
+    for config, layer, has in (
+        (toy.mixture_config(), 2, "experts"),
+        (toy.hybrid_config(), 3, "a recurrent state"),
+        (dataclasses.replace(TARGET.config, latent=latent), 4, "latent attention"),
+    ):
+        with pytest.raises(ConfigError, match=f"init_layers holds {layer}, a layer with {has}.*leave it empty"):
+            measure(dataclasses.replace(TARGET, config=config), TOKENS, LENGTH, (1, 3), layers=(layer,))
     with pytest.raises(ConfigError, match="no token"):
         measure(TARGET, TOKENS, np.zeros(3, np.int32), (1, 3))
     with pytest.raises(ConfigError, match="must name 2 layers"):

@@ -77,6 +77,17 @@ def test_heads_and_channels_over_processes_which_read_the_same_rows(alone, answe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("target", "mesh"), [("mixture", {"expert": 4}), ("hybrid", {"fsdp": 2, "expert": 2})])
+def test_experts_over_processes(target, mesh, answers, tmp_path):
+    """Losses, parameters and accepted drafts of a mixture are those of one device; hybrid: with recurrent layers."""
+    spread, alone = tmp_path / "spread", tmp_path / "alone"
+    axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+    wait_for(start_two(spread, answers, axes, target))
+    one_of_spread.run(alone, answers, {}, target)
+    same_run(spread, alone)
+
+
+@pytest.mark.slow
 def test_killed_and_started_again_bit_by_bit(two, answers, tmp_path):
     started = start_two(tmp_path, answers, "fsdp=2,tensor=2", "hang")
     kill_behind(started, tmp_path, 2)

@@ -8,7 +8,16 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from dflash_jax.config import FULL, SLIDING, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    DeltaConfig,
+    DrafterConfig,
+    MoeConfig,
+    RopeConfig,
+    TargetConfig,
+)
 from dflash_jax.data.batches import make_iterator, sample_ids
 from dflash_jax.data.responses import Sample
 from dflash_jax.drafters.dflash import DFlash
@@ -25,6 +34,23 @@ def target_config(**changes) -> TargetConfig:
         layer_types=(FULL,) * 5, tie_embeddings=True,
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
+
+
+def mixture_config() -> TargetConfig:
+    """The same with experts in every layer, as Qwen3-MoE has them."""
+    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, layers=tuple(range(5)))
+    return target_config(family="qwen3_moe", qk_norm=True, moe=experts)
+
+
+def hybrid_config() -> TargetConfig:
+    """The same with experts, a shared expert and recurrent layers, as Qwen3.5-MoE has them."""
+    experts = dataclasses.replace(mixture_config().moe, shared_intermediate_size=16, shared_gate=True)
+    delta = DeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, conv_width=4)
+    layer_types = (LINEAR, LINEAR, FULL, LINEAR, FULL)
+    return target_config(
+        family="qwen3_5_moe_text", qk_norm=True, norm_offset=True, attention_gate=True, moe=experts, delta=delta,
+        layer_types=layer_types,
+    )  # fmt: skip
 
 
 def drafter_config(**changes) -> DrafterConfig:
