@@ -20,6 +20,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 
+from dflash_jax.data import harvest_cache
 from dflash_jax.data.held_out import HeldOut, human_eval
 
 STDLIB = "stdlib"
@@ -110,13 +111,18 @@ def stable_hash(text: str) -> int:
 def _harvest(roots: tuple[str, ...], held_out: HeldOut, limits: Limits) -> tuple[CodeFunction, ...]:
     found: dict[str, CodeFunction] = {}
     for root in roots:
-        for path in _files(root):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            for function in functions_in(text, pathlib.Path(root).name, limits):
-                if function.name in held_out.names or held_out.overlaps(function.source):
-                    continue
-                found.setdefault(function.id, function)
+        files = tuple(_files(root))
+        read = functools.partial(_functions_of, files, pathlib.Path(root).name, limits)
+        for function in harvest_cache.kept(root, files, CodeFunction, limits, read):
+            if function.name in held_out.names or held_out.overlaps(function.source):
+                continue
+            found.setdefault(function.id, function)
     return tuple(found.values())
+
+
+def _functions_of(files: Sequence[pathlib.Path], root: str, limits: Limits) -> Iterator[CodeFunction]:
+    for path in files:
+        yield from functions_in(path.read_text(encoding="utf-8", errors="ignore"), root, limits)
 
 
 def _files(root: str) -> Iterator[pathlib.Path]:
