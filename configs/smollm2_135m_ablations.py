@@ -1,15 +1,17 @@
 """What a drafter for SmolLM2-135M-Instruct gains from each choice: the recipe with one thing changed at a time.
 
+    python train.py --config=configs/smollm2_135m_dflash.py:natural --workdir=runs/natural
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --run
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --table
 
 Without `--run` the commands are printed, to be spread over machines that share the folder. All points train on the same
-answers, in the same order, from the same seed, for the same number of steps, and are measured on the same held-out
-prompts: `base` is configs/smollm2_135m_dflash.py at a quarter of its length. `--only=gamma` runs the points of one
-choice (`base` belongs to each of them).
+answers, in the same order, from the same seed, and are measured on the same held-out prompts: `base` is the second
+stage of configs/smollm2_135m_dflash.py, one pass over 1,000 of the target's own answers. What can not go on from the
+first stage's drafter starts from target layers, as `scratch` does, and takes twice as many steps: depth and taps.
+`--only=gamma` runs the points of one choice (`base` belongs to most of them).
 
-One point is 750 steps of up to 128 blocks: at the recipe's 280 blocks/s, about six minutes on two CPU cores, and its
-evaluation. Answers are made once, and states once for each choice of taps (6.9 kB a token for five). Not yet run.
+A point takes about three minutes on two CPU cores: 250 steps of up to 128 blocks, and decoding. Answers are made once,
+and states once for each choice of taps (6.9 kB a token for five). docs/benchmarks.md has the results.
 
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py:tiny --workdir=runs/tiny --run
 
@@ -28,8 +30,16 @@ def get_config(variant: str = "") -> ConfigDict:
         raise ValueError(f"variant {variant!r} is unknown; known are 'tiny' and none")
     config = smollm2_135m_dflash.get_config(variant)
     if variant == "":
-        config.optimizer.total_steps = 750
+        config.drafter.init_from = "runs/natural/export"
+        config.data.answers.greedy.prompts = ConfigDict(
+            {"code": 615, "tasks": 125, "instruction": 100, "reasoning": 100, "json": 60}
+        )
+        config.data.natural = ConfigDict()
+        config.optimizer.total_steps = 250
+        config.optimizer.warmup_steps = 25
         config.run.eval_every = 0  # at the end
+        config.evaluation.prompts = ConfigDict({"code": 24, "instruction": 8, "reasoning": 8, "json": 8})
+        config.evaluation.cost_repeats = 0  # beside other runs it would mislead
     return config
 
 
@@ -37,11 +47,9 @@ def sweep(variant: str = "") -> dict[str, dict[str, Any]]:
     """{point: fields of the recipe that it changes}; those of "tiny" fit its five layers and 259 ids."""
     tiny = variant == "tiny"
     points: dict[str, dict[str, Any]] = {"base": {}}
-    # Layers are copies of late target layers.
-    for layers in ((4,), (1, 2, 3, 4)) if tiny else ((29,), (25, 26, 27, 29)):
-        points[f"layers-{len(layers)}"] = {"drafter.num_layers": len(layers), "drafter.init_layers": layers}
-    for taps in ((2,), (0, 1, 3)) if tiny else ((15,), (1, 15, 28)):
-        points[f"taps-{len(taps)}"] = {"drafter.target_layer_ids": taps}
+    # Layers that the first stage has not begin as no change; in `scratch` they are copies of late target layers.
+    four = (1, 2, 3, 4) if tiny else (27, 29, 27, 29)
+    points["layers-4"] = {"drafter.num_layers": 4, "drafter.init_layers": four}
     points["uniform"] = {"loss.weighting": "uniform"}
     for gamma in (2.0, 7.0):
         points[f"gamma-{gamma:g}"] = {"loss.gamma": gamma}
@@ -63,4 +71,12 @@ def sweep(variant: str = "") -> dict[str, dict[str, Any]]:
         points[f"vocabulary-{size or 'whole'}"] = {"drafter.draft_vocab_size": size}
     for block in (3, 8) if tiny else (4, 8):
         points[f"block-{block}"] = {"drafter.block_size": block}
+    scratch = {"drafter.init_from": "", "optimizer.total_steps": 50 if tiny else 500}
+    points["scratch"] = scratch
+    for layers in ((4,), (1, 2, 3, 4)) if tiny else ((29,), (25, 26, 27, 29)):
+        points[f"scratch-layers-{len(layers)}"] = scratch | {
+            "drafter.num_layers": len(layers), "drafter.init_layers": layers,
+        }  # fmt: skip
+    for taps in ((2,), (0, 1, 3)) if tiny else ((15,), (1, 15, 28)):
+        points[f"scratch-taps-{len(taps)}"] = scratch | {"drafter.target_layer_ids": taps}
     return points

@@ -58,7 +58,7 @@ def test_every_ablation_is_a_command_that_train_understands(variant, target, mon
         assert changed == bool(fields), name
         loss, draft = from_config_dict(LossConfig, config.loss), configured_drafter(config.drafter, target)
         assert len(config.drafter.init_layers) == draft.num_layers
-        seen.add((repr(loss), repr(draft), config.drafter.draft_vocab_size))
+        seen.add((repr(loss), repr(draft), config.drafter.draft_vocab_size, config.optimizer.total_steps))
     assert len(seen) == len(points)  # no two points are the same run
 
 
