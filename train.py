@@ -28,10 +28,10 @@ def main(argv: list[str]) -> None:
 
         compile_only(_CONFIG.value, _TOPOLOGY.value, _STATS_JSON.value)
         return
+    if _DISTRIBUTED.value:
+        command_line.join_processes()
     import jax
 
-    if _DISTRIBUTED.value:
-        jax.distributed.initialize()
     logging.info("process %d of %d, devices: %s", jax.process_index(), jax.process_count(), jax.devices())
 
     from dflash_jax.training.loop import train

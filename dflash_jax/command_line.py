@@ -51,6 +51,34 @@ def run(main: Callable[[list[str]], None]) -> None:
     app.run(plainly, flags_parser=parse_flags)
 
 
+def join_processes(patience_s: int = 300) -> None:
+    """`jax.distributed.initialize`, before anything else of JAX: TPU slices, Slurm, MPI and GKE are known to it.
+
+    Elsewhere JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID say it.
+
+    Args:
+      patience_s: how long a process that ends waits for the others. Then it ends, and jax.distributed ends the others.
+
+    Raises:
+      ConfigError: nothing says who the processes are, or one of these is no number.
+    """
+    import jax
+
+    numbers = {}
+    for name, variable in (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID")):
+        value = os.environ.get(variable)
+        if value is not None and not value.isdecimal():
+            raise ConfigError(f"{variable} is {value!r}, must be a whole number")
+        numbers[name] = None if value is None else int(value)
+    try:
+        jax.distributed.initialize(**numbers, shutdown_timeout_seconds=patience_s)
+    except ValueError as error:
+        raise ConfigError(
+            f"--distributed: {error} No cluster was recognised; set JAX_COORDINATOR_ADDRESS=HOST:PORT (of the first "
+            "process), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from error
+
+
 def plain_message(error: Exception) -> str | None:
     """What to say of an error that the user can put right, in one line; None for a fault of the program."""
     for inner in _chain(error):

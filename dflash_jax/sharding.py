@@ -132,8 +132,13 @@ class MeshConfig:
         """`make_mesh`; None for one of this machine's devices, which needs no mesh.
 
         Raises:
-          ConfigError: there are fewer devices.
+          ConfigError: there are fewer devices, or several processes and a mesh that leaves devices of theirs out.
         """
+        if devices is None and jax.process_count() > 1 and self.size != jax.device_count():
+            raise ConfigError(
+                f"mesh has {self.size} devices ({dataclasses.asdict(self)}), must use all {jax.device_count()} of the "
+                f"{jax.process_count()} processes"
+            )
         if self.size == 1 and devices is None:
             return None
         try:

@@ -135,8 +135,9 @@ def open_checkpoint(
         return _open_gguf(path, name, dtype, progress)
     if name.startswith("random:"):
         raise CheckpointError(
-            f"{name} is made by train.py for a trial and lies nowhere; `export_target(DIR, tiny_target())`, of "
-            "dflash_jax.checkpoints.export_target and dflash_jax.training.dry_run, writes one, and DIR can be loaded"
+            f"{name} is made by train.py and serve.py for a trial and lies nowhere; what "
+            "`export_target(DIR, tiny_target())` writes (of dflash_jax.checkpoints.export_target and "
+            "dflash_jax.training.dry_run) can be loaded"
         )
     if not is_hub_name(name) or path.suffix == ".gguf":
         raise CheckpointError(

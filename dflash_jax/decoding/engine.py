@@ -55,7 +55,7 @@ class _Row:
 
 
 @dataclasses.dataclass
-class _Seat:
+class Seat:
     """A free row, and in the paged layout pages, set aside for a request."""
 
     slot: int
@@ -277,7 +277,7 @@ class Engine:
                 f"none are left for prompt {index}, which needs {self._pages_needed(request)} pages (on one data "
                 "shard); lower max_tokens or raise num_pages"
             )
-        return self._admit(seats)
+        return self.enter(seats)
 
     def _check(self, index: int, request: Request) -> None:
         check_request(request, index, self.max_length, self.target.config.vocab_size)
@@ -298,7 +298,7 @@ class Engine:
     def _pages_needed(self, request: Request) -> int:
         return -(-(len(request.prompt_ids) + self._budget(request)) // self.page_size)
 
-    def _seat(self, requests: Iterable[tuple[int, Request]]) -> list[_Seat]:
+    def _seat(self, requests: Iterable[tuple[int, Request]]) -> list[Seat]:
         """A free row, and pages of that row's data shard, for each of the first requests that fit, in order."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         seats = []
@@ -310,18 +310,19 @@ class Engine:
                     pages = self.pages.allocate(slot, self._pages_needed(request), shard)
                 if self.pages is None or pages is not None:
                     free.remove(slot)
-                    seats.append(_Seat(slot, index, request, pages))
+                    seats.append(Seat(slot, index, request, pages))
                     break
             else:
                 break
         return seats
 
-    def _unseat(self, seats: Sequence[_Seat]) -> None:
+    def _unseat(self, seats: Sequence[Seat]) -> None:
         for seat in seats:
             if seat.pages is not None:
                 self.pages.free(seat.slot)
 
-    def _admit(self, seats: Sequence[_Seat]) -> list[Event]:
+    def enter(self, seats: Sequence[Seat]) -> list[Event]:
+        """Prefills seated requests; what `admit` and `run` have in common."""
         if not seats:
             return []
         # Few different sizes, each a multiple of the data axis: each is a program.
@@ -363,6 +364,11 @@ class Engine:
         doomed = [row for row in self._rows if row is not None and row.index == index]
         self._drop(doomed)
         return bool(doomed)
+
+    def clear(self) -> None:
+        """Drops all requests, and the tokens of calls in flight."""
+        self._inflight.clear()
+        self._drop([row for row in self._rows if row is not None])
 
     def _drop(self, rows: Sequence[_Row]) -> None:
         # Host only, so that it can not fail while an error passes through; the device hears of it before it is used.
@@ -466,12 +472,11 @@ class Engine:
                         yield from self.admit([queue[0]])  # says why it never fits
                     for _ in seats:
                         queue.popleft()
-                    yield from self._admit(seats)
+                    yield from self.enter(seats)
                 if self.active_rows:
                     yield from self.round(waiting=bool(queue))
         finally:
-            self._inflight.clear()
-            self._drop([row for row in self._rows if row is not None])
+            self.clear()
 
 
 def _check_block_size(block_size: int | None, drafter: Drafter | None) -> int:

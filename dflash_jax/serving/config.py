@@ -17,7 +17,7 @@ from dflash_jax.sharding import MeshConfig
 
 @dataclasses.dataclass(frozen=True)
 class TargetSection:
-    """`source` as `load_target` takes it. dtype: float32, bfloat16 or float16.
+    """`source` as `load_target` takes it, or "random:tiny" for a trial. dtype: float32, bfloat16 or float16.
 
     Attributes:
       architecture: None, or what the published config.json holds: `--compile_only` then needs no file. Loading reads
@@ -31,7 +31,7 @@ class TargetSection:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSection:
-    """`source` as `load_drafter` takes it; "" decodes plainly.
+    """`source` as `load_drafter` takes it, "random:tiny" beside such a target; "" decodes plainly.
 
     Attributes:
       architecture: as of the target.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.config import ConfigError
@@ -33,6 +33,7 @@ class Session:
       target, drafter: drafter None: plain decoding only.
       generation: how answers are made.
       options: the drafter's run-time options.
+      make_engine: called as `Engine`; by several processes, a leader's (see `decoding.lockstep`).
 
     Raises:
       ConfigError: block_size does not suit the drafter, logit_bias names an id that the target has not, or texts are
@@ -40,8 +41,13 @@ class Session:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, generation: GenerationSection, options: DrafterSection
-    ):  # fmt: skip
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        generation: GenerationSection,
+        options: DrafterSection,
+        make_engine: Callable[..., Engine] = Engine,
+    ):
         if target.tokenizer is None:
             raise ConfigError(f"target.source is {target.source!r}, which has no tokenizer: it can not answer texts")
         if drafter is not None and options.block_size is not None and options.block_size > drafter.block_size:
@@ -51,6 +57,7 @@ class Session:
             )
         self.target, self.drafter, self.generation, self.options = target, drafter, generation, options
         self._logit_bias = generation.bias(target.config.vocab_size)
+        self._make_engine = make_engine
         self._engines: dict[tuple[str, int], Engine] = {}
 
     def block_size(self, mode: str) -> int:
@@ -103,7 +110,7 @@ class Session:
         """The engine for a request, its programs compiled and run once."""
         key = (mode, self._capacity(request))
         if key not in self._engines:
-            engine = Engine(
+            engine = self._make_engine(
                 self.target,
                 self.drafter if mode == DFLASH else None,
                 max_length=key[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,11 @@ class Terminal:
         self.stdin = sys.stdin if stdin is None else stdin
         self.out = Console(file=stdout, highlight=False)
         self.err = Console(file=sys.stderr if stderr is None else stderr, highlight=False)
+
+    @classmethod
+    def silent(cls) -> Terminal:
+        """One without input that shows nothing."""
+        return cls(io.StringIO(), io.StringIO(), io.StringIO())
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:

@@ -10,9 +10,12 @@ from jax.sharding import Mesh
 from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_jax.checkpoints.hf_config import target_config_from_hf
+from dflash_jax.checkpoints.load_drafter import random_drafter
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.config import FULL, ConfigError, RopeConfig, TargetConfig
+from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target, random_target
+from dflash_jax.training.initialise import drafter_config
 
 TINY = "random:tiny"
 _VOCAB = 259
@@ -58,6 +61,14 @@ def tiny_target(
     target = random_target(config, seed, mesh=mesh)
     target.tokenizer, target.eos_token_ids, target.source = byte_tokenizer(), (0,), TINY
     return target
+
+
+def tiny_drafter(target: Target) -> Drafter:
+    """A drafter with random weights for a `tiny_target`: one layer, two taps, blocks of four."""
+    config = drafter_config(
+        target.config, num_layers=1, block_size=4, mask_token_id=_SPECIAL.index("<|mask|>"), target_layer_ids=2
+    )  # fmt: skip
+    return random_drafter(config, target)
 
 
 def _llama() -> TargetConfig:

@@ -123,13 +123,7 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     Raises:
       ConfigError: it leaves devices of the processes out.
     """
-    mesh, count = from_config_dict(MeshConfig, config.mesh, "mesh"), jax.process_count()
-    if count > 1 and mesh.size != jax.device_count():
-        raise ConfigError(
-            f"mesh has {mesh.size} devices ({config.mesh.to_dict()}), must use all {jax.device_count()} of the {count} "
-            "processes"
-        )
-    return mesh.make()
+    return from_config_dict(MeshConfig, config.mesh, "mesh").make()
 
 
 def check_without_own_target(config: ConfigDict, *, data: bool, evaluation: bool) -> None:

@@ -5,12 +5,15 @@ import dataclasses
 import pytest
 from serving.tiny_pair import MAX_TOKENS, config, pair, terminal
 
+from dflash_jax.checkpoints.placement import CheckpointError
+from dflash_jax.config import ConfigError
 from dflash_jax.decoding.generate import Delta, generate
 from dflash_jax.serving.chat import chat
 from dflash_jax.serving.config import read_config
 from dflash_jax.serving.run import serve
 from dflash_jax.serving.session import Session
 from dflash_jax.serving.terminal import Terminal
+from dflash_jax.training.dry_run import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +147,22 @@ def test_plain_chat_has_no_tau(tiny):
     screen = terminal("one\n")
     serve(config(**{"drafter.source": ""}), terminal=screen, target=tiny[0])
     assert "tokens/s" in screen.err.file.getvalue() and "target call" not in screen.err.file.getvalue()
+
+
+def test_a_trial_needs_no_checkpoint():
+    random = {"target.source": "random:tiny", "drafter.source": "random:tiny"}
+    screen = terminal("one\n")
+    serve(config(**random), terminal=screen)
+    assert spoken(screen)[0] == expected(tiny_target(), "one")[0]
+    for wrong, message in (
+        ({"target.dtype": "bfloat16"}, "target.dtype is 'bfloat16', but random:tiny is made in float32"),
+        ({"drafter.source": "nowhere"}, "nowhere is no directory"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            serve(config(**{**random, **wrong}), terminal=terminal())
+    other = dataclasses.replace(tiny_target(), source="other")
+    with pytest.raises(ConfigError, match=r"drafter\.source is 'random:tiny', .* only, not other"):
+        serve(config(**random), terminal=terminal(), target=other)
 
 
 def test_sampled_turns_have_seeds_of_their_own(tiny):
