@@ -107,7 +107,7 @@ def ask(process, line):
 
 
 def test_a_chat_is_that_of_one_process_survives_ctrl_c_and_ends_with_sigterm(start, config):
-    first, _ = processes = start()
+    first, second = processes = start()
     read_until(first, "> ")
     ask(first, "one")
     answers = [read_until(first, "\n> ")]
@@ -119,7 +119,7 @@ def test_a_chat_is_that_of_one_process_survives_ctrl_c_and_ends_with_sigterm(sta
 
     ask(first, "three")
     begun = first.stdout.read(1)
-    for process in processes:  # as a terminal sends it
+    for process in [*processes, second]:  # a terminal sends it to all, and more than once in a chat
         process.send_signal(signal.SIGINT)
     begun += read_until(first, "\n> ")
     assert "stopped" in errors(config, 0)

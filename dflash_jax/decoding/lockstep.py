@@ -37,6 +37,7 @@ _KEPT = 4096  # messages that stay in the store; a follower is behind by the cal
 _ABSENT = "DEADLINE_EXCEEDED"
 
 Order = list[Any]  # name and arguments, of what JSON has
+Handlers = dict[signal.Signals, Any]
 
 
 class Channel(Protocol):
@@ -115,7 +116,8 @@ class Leader:
 
     def load(self) -> None:
         """Lets the followers load; called before the leader does."""
-        self._say(["load"])
+        with self.together("load"):
+            pass
 
     def make_engine(self, target: Target, drafter: Drafter | None = None, **options: Any) -> Engine:
         """`Engine`, made by all processes, of the target and drafter that each has loaded."""
@@ -171,7 +173,8 @@ class _LeadingEngine(Engine):
 def follow(load: Callable[[], tuple[Target, Drafter | None]], channel: Channel | None = None) -> None:
     """Does what the leader says, until it says that this is the end.
 
-    Ctrl-C and SIGTERM are for the leader, and often come to all: the first is only noted here, the second kills.
+    Ctrl-C and SIGTERM are for the leader, and often come to all. Here the first is nothing, and SIGTERM is only noted
+    once; a second one kills.
 
     Args:
       load: loads what the leader loads.
@@ -184,7 +187,7 @@ def follow(load: Callable[[], tuple[Target, Drafter | None]], channel: Channel |
     channel = Store() if channel is None else channel
     engines: dict[int, Engine] = {}
     target = drafter = None
-    before = _handle({signal.SIGINT: _note, signal.SIGTERM: _note})
+    before = _handle({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _note})
     try:
         while True:
             for name, *arguments in channel.hear():
@@ -228,9 +231,6 @@ def _from_json(fields: dict[str, Any]) -> Request:
     return Request(**(fields | {"logit_bias": None if bias is None else dict(bias)}))
 
 
-Handlers = dict[signal.Signals, Any]
-
-
 def _handle(handlers: Handlers) -> Handlers:
     """Sets handlers of signals and returns those from before. Only the main thread may: elsewhere nothing happens."""
     if threading.current_thread() is not threading.main_thread():
@@ -260,6 +260,7 @@ def _signals_held() -> Iterator[None]:
 def _note(number: int, frame: Any) -> None:
     print(
         f"process {jax.process_index()} follows the first, which ends it; once more kills this one alone",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
     _handle({signal.Signals(number): signal.SIG_DFL})
