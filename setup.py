@@ -54,7 +54,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dflash_jax", "dflash_jax.*"]),
-    package_data={"dflash_jax": ["assets/**/*", "kernels/*.cc"]},
+    package_data={"dflash_jax": ["assets/**/*", "kernels/*.cc", "kernels/*.h"]},
     install_requires=CORE,
     extras_require={
         "smollm2": SMOLLM2,

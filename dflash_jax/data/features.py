@@ -280,6 +280,11 @@ def compute_features(
     if not 0 <= part < parts:
         raise ConfigError(f"part is {part}, must lie in [0, {parts})")
     fingerprint = feature_fingerprint(target, tap_ids)
+    own = samples if parts == 1 else [s for s in samples if int(sample_key(s), 16) % parts == part]
+    if (pathlib.Path(path) / _MANIFEST).exists():
+        store = FeatureStore(path, fingerprint, part=part)
+        if all(sample in store for sample in own):
+            return store  # nothing to write, so another process may be writing here meanwhile
     folder = part_folder(pathlib.Path(path), part)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "w") as lock:
@@ -290,7 +295,6 @@ def compute_features(
                 f"feature store {folder} is being written by another process; wait for it or stop it"
             ) from error
         store = FeatureStore(path, fingerprint, create=True, part=part)
-        own = samples if parts == 1 else [s for s in samples if int(sample_key(s), 16) % parts == part]
         _fill(store, target, own, tap_ids, tokens_per_batch, progress)
     return store
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from dflash_jax.kernels import dispatch
+from dflash_jax.kernels.block_attention_native import block_attention_native, obstacle
+from dflash_jax.kernels.block_masks import block_mask, first_visible
 from dflash_jax.kernels.kv_cache import gather_pages
 
 MASKED = -1e30  # not -inf: a row with nothing visible must give finite numbers
@@ -46,35 +48,48 @@ def paged_block_attention(
     Args:
       k_PxGxSxH, v_PxGxSxV: pages of the layer; slots at or beyond a row's length hold finite garbage.
       page_table_BxT: pages of each row in order; None when page b is row b's whole space (P == B).
-      implementation: None chooses by platform: the Pallas kernel on TPU, the jnp reference elsewhere.
-        "reference", "pallas" and "pallas_interpret" (the kernel on any platform, slowly) name one.
+      implementation: None chooses by platform: the Pallas kernel on TPU, the native kernel on CPU where it fits
+        (`block_attention_native.obstacle`), the jnp reference elsewhere. "reference", "native", "pallas" and
+        "pallas_interpret" (the TPU's kernel on any platform, slowly) name one.
       mesh: what the Pallas kernel is mapped over (see `block_attention_mesh`); None takes the mesh of the
         surrounding `jax.set_mesh`, if any. The reference is partitioned by XLA and needs none.
 
     The other arguments and the result are those of `block_attention`.
+
+    Raises:
+      ValueError: `implementation` is unknown, or is "native" where that does not fit.
     """
     check_values(k_PxGxSxH, v_PxGxSxV, values_in_keys)
     mesh = dispatch.context_mesh(mesh)
-    chosen = dispatch.choose(implementation, mesh)
     options = {
         "window": window, "scale": scale, "chunk": chunk, "softcap": softcap, "values_in_keys": values_in_keys,
     }  # fmt: skip
-    if chosen == dispatch.REFERENCE:
+
+    def reference(q, k_pages, v_pages, page_table, k_block, v_block, length_B, position_BxM, visibility, sinks_N):
         return block_attention(
-            q_BxMxNxH, gather_pages(k_PxGxSxH, page_table_BxT), gather_pages(v_PxGxSxV, page_table_BxT),
-            k_block_BxGxMxH, v_block_BxGxMxV,
+            q, gather_pages(k_pages, page_table), gather_pages(v_pages, page_table), k_block, v_block,
             length_B=length_B, position_BxM=position_BxM, visibility=visibility, sinks_N=sinks_N, **options,
         )  # fmt: skip
+
+    arrays = (
+        q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxV,
+        length_B, position_BxM, visibility, sinks_N,
+    )  # fmt: skip
+    if implementation in (None, dispatch.NATIVE):
+        reason = obstacle(q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, values_in_keys, mesh)
+        if reason is None:
+            return block_attention_native(reference, arrays, window=window, chunk=chunk, scale=scale, softcap=softcap)
+        if implementation == dispatch.NATIVE:
+            raise ValueError(f"the native block attention does not fit: {reason}; leave `implementation` out")
+    chosen = dispatch.choose(implementation, mesh)
+    if chosen == dispatch.REFERENCE:
+        return reference(*arrays)
     # Imported where it is used: programs without the kernel start without Pallas.
     from dflash_jax.kernels.block_attention_mesh import map_over_mesh
     from dflash_jax.kernels.block_attention_pallas import paged_block_attention_pallas
 
     kernel = functools.partial(
         paged_block_attention_pallas, **options, interpret=chosen == dispatch.PALLAS_INTERPRET
-    )  # fmt: skip
-    arrays = (
-        q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxV,
-        length_B, position_BxM, visibility, sinks_N,
     )  # fmt: skip
     return map_over_mesh(kernel, mesh, *arrays) if dispatch.needs_mapping(mesh) else kernel(*arrays)
 
@@ -154,30 +169,6 @@ def block_attention(
     # The sum is at least 1 wherever anything is visible.
     out_BxGxRxMxV = out_BxGxQxV.reshape(b, g, r, m, width) / jnp.maximum(total, 1e-30)
     return out_BxGxRxMxV.transpose(0, 3, 1, 2, 4).reshape(b, m, n, width).astype(q_BxMxNxH.dtype)
-
-
-def first_visible(position_BxM: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
-    """The first context position that window and chunk leave visible to each slot, [B, M] int32, at least 0.
-
-    A chunk has an end too, but no context row lies beyond that of a token behind the context.
-    """
-    first_BxM = jnp.zeros_like(position_BxM)
-    if window is not None:
-        first_BxM = jnp.maximum(first_BxM, position_BxM - window + 1)
-    if chunk is not None:
-        first_BxM = jnp.maximum(first_BxM, position_BxM // chunk * chunk)
-    return first_BxM
-
-
-def block_mask(visibility: jax.Array, position_BxM: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
-    """`visibility` less what window and chunk hide: [E, M, M] bool, E is B, or 1 where all rows share it."""
-    mask_ExMxM = visibility if visibility.ndim == 3 else visibility[None]
-    if window is not None:
-        mask_ExMxM = mask_ExMxM & (position_BxM[:, :, None] - position_BxM[:, None, :] < window)
-    if chunk is not None:
-        chunk_BxM = position_BxM // chunk
-        mask_ExMxM = mask_ExMxM & (chunk_BxM[:, :, None] == chunk_BxM[:, None, :])
-    return mask_ExMxM
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:

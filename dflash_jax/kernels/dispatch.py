@@ -10,7 +10,7 @@ from dflash_jax import sharding
 REFERENCE = "reference"
 PALLAS = "pallas"
 PALLAS_INTERPRET = "pallas_interpret"
-NATIVE = "native"  # C++ through XLA's foreign function interface, on CPU; `narrow_matmul` alone has it
+NATIVE = "native"  # C++ through XLA's foreign function interface, on CPU; not every kernel has it
 
 
 def choose(implementation: str | None, mesh: Mesh | AbstractMesh | None = None) -> str:

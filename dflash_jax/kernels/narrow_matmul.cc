@@ -10,67 +10,19 @@
 // are: the result of a row has the same bits alone and among others.
 
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "native.h"
 
 namespace {
 
-// Lanes of a register, and how many rows of sums the registers hold (two vectors a row, plus weights and x).
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 8;
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kRows = 6;
-#else
-constexpr int kLanes = 4, kRows = 8;
-#endif
 constexpr int kGroup = 2 * kLanes;  // columns of a tile
 constexpr int kDepth = 8;           // rows of w in a block
 constexpr int kPiece = 512;         // columns of a piece at most; a multiple of kGroup
 constexpr int kStride = kPiece + kLanes;  // of the rows of sums: not all in the same sets of the L1 cache
 constexpr int kMaxRows = 16;               // rows of x
-constexpr int64_t kThreadBytes = 1 << 16;  // weights below which another thread costs more than it brings
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
-struct BF16 {
-  uint16_t bits;
-};
-
-template <typename V>
-inline V Load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-inline Floats AsFloats(Words v) {
-  Floats f;
-  std::memcpy(&f, &v, sizeof f);
-  return f;
-}
-
-inline Words AsWords(Floats f) {
-  Words v;
-  std::memcpy(&v, &f, sizeof v);
-  return v;
-}
-
-// The upper halves are the bfloat16 nearest to `f`, ties to even; a NaN stays one.
-inline Words Rounded(Floats f) {
-  const Words bits = AsWords(f), is_nan = reinterpret_cast<Words>(f != f);
-  return ((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~is_nan) | ((bits | 0x400000u) & is_nan);
-}
-
 // kGroup columns and two vectors: float32 in order, bfloat16 as its even and its odd columns, since they are apart by
 // a shift and a mask.
 inline void LoadPair(const float* from, Floats& first, Floats& second) {
@@ -189,12 +141,6 @@ struct Product {
   }
 };
 
-// Pieces of one product, taken by whoever is free. Helpers that start late find nothing left and touch nothing but
-// this, which they own too; the caller waits only for pieces that somebody has begun. So no pool can deadlock.
-struct Pieces {
-  std::atomic<int64_t> next{0}, done{0};
-};
-
 template <typename T>
 void Multiply(ffi::ThreadPool& pool, const Product<T>& product) {
   const int64_t groups = (product.n + kGroup - 1) / kGroup;
@@ -205,19 +151,10 @@ void Multiply(ffi::ThreadPool& pool, const Product<T>& product) {
   int64_t count = std::max(threads, (groups + most - 1) / most);
   count = (count + threads - 1) / threads * threads;
   count = std::min(count, groups);
-  const auto take = [product, groups, count](Pieces& pieces) {
-    for (int64_t i; (i = pieces.next.fetch_add(1)) < count;) {
-      const int64_t begin = i * groups / count * kGroup, end = (i + 1) * groups / count * kGroup;
-      product.Piece(begin, std::min(end, product.n));
-      pieces.done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const auto pieces = std::make_shared<Pieces>();
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([take, pieces] { take(*pieces); });
-  take(*pieces);
-  for (int spins = 0; pieces->done.load(std::memory_order_acquire) < count; ++spins) {
-    if (spins > 4096) std::this_thread::yield();
-  }
+  ShareOut(pool, threads, count, [product, groups, count](int64_t i) {
+    const int64_t begin = i * groups / count * kGroup, end = (i + 1) * groups / count * kGroup;
+    product.Piece(begin, std::min(end, product.n));
+  });
 }
 
 const float* InFloat(const float* x, int64_t, std::vector<float>&) { return x; }

@@ -25,8 +25,11 @@ from absl import logging
 from dflash_jax.cache_dir import cache_dir
 
 SWITCH = "DFLASH_JAX_NATIVE"
-TARGETS = ("dflash_narrow_matmul_f32", "dflash_narrow_matmul_bf16")  # symbols of the library, and their names in XLA
-SOURCE = pathlib.Path(__file__).with_name("narrow_matmul.cc")
+# Symbols of the library, and their names in XLA.
+TARGETS = ("dflash_narrow_matmul_f32", "dflash_narrow_matmul_bf16", "dflash_block_attention")
+_FOLDER = pathlib.Path(__file__).parent
+SOURCES = tuple(_FOLDER / name for name in ("narrow_matmul.cc", "block_attention.cc"))
+HEADER = _FOLDER / "native.h"
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Contraction is asked for by name, because the compilers differ in what they do by themselves.
@@ -60,7 +63,7 @@ def switched_on() -> bool:
     """
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} is {value!r}, must be 0 (products by XLA alone) or 1 (native kernels on CPU)")
+        raise ValueError(f"{SWITCH} is {value!r}, must be 0 (XLA alone) or 1 (native kernels on CPU)")
     return value == "1"
 
 
@@ -121,9 +124,9 @@ def _built() -> pathlib.Path:
 
 
 def _compile(compiler: tuple[str, ...], output: str) -> None:
-    logging.info("building %s with %s", SOURCE.name, shlex.join(compiler))
+    logging.info("building %s with %s", ", ".join(source.name for source in SOURCES), shlex.join(compiler))
     for tuning in _TUNING:
-        command = (*compiler, *_FLAGS, tuning, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", output)
+        command = (*compiler, *_FLAGS, tuning, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", output)
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -155,11 +158,11 @@ def _library_path(compiler: tuple[str, ...]) -> pathlib.Path:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeBuildError(f"{shlex.join(compiler)} --version did not finish ({error})") from error
     parts = (
-        SOURCE.read_text(encoding="utf-8"), shlex.join(compiler), version.stdout, *_FLAGS, *_TUNING,
-        jaxlib.__version__, _processor(),
+        *(file.read_text(encoding="utf-8") for file in (HEADER, *SOURCES)),
+        shlex.join(compiler), version.stdout, *_FLAGS, *_TUNING, jaxlib.__version__, _processor(),
     )  # fmt: skip
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return cache_dir() / "native" / f"{SOURCE.stem}-{digest[:24]}.so"
+    return cache_dir() / "native" / f"kernels-{digest[:24]}.so"
 
 
 def _processor() -> str:

@@ -138,13 +138,15 @@ def test_another_rendering_is_another_sample(target, samples, store):
     assert samples[0] in store and changed not in store
 
 
-def test_two_writers_are_refused(target, samples, store):
+def test_two_writers_are_refused_and_readers_are_not(target, samples, store):
     import fcntl
 
     with open(store.path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        found = compute_features(target, samples, store.path, TAPS)  # all there: nothing to write
+        assert all(sample in found for sample in samples)
         with pytest.raises(StoreError, match="is being written by another process"):
-            compute_features(target, samples, store.path, TAPS)
+            compute_features(target, [*samples, *tiny.samples(1, longest=30, seed=9)], store.path, TAPS)
 
 
 def test_bad_requests_are_named(target, samples, tmp_path):

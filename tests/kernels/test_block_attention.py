@@ -283,7 +283,9 @@ def test_contiguous_reference_copies_nothing():
     q, k, v, _, k_block, v_block = arrays
 
     def paged_call(q, k, v, k_block, v_block):
-        return paged_block_attention(q, k, v, None, k_block, v_block, **keywords, **rest)
+        return paged_block_attention(
+            q, k, v, None, k_block, v_block, **keywords, **rest, implementation="reference"
+        )  # fmt: skip
 
     def plain_call(q, k, v, k_block, v_block):
         return block_attention(q, k, v, k_block, v_block, **keywords, **rest)
