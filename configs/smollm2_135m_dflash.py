@@ -176,7 +176,7 @@ def get_config(variant: str = "") -> ConfigDict:
         config.data.answers.greedy = ConfigDict(
             {"prompts": {"instruction": 24}, "max_new_tokens": 32, "max_prompt_tokens": 224, "batch_size": 8}
         )
-        config.data.natural = ConfigDict()  # reading the installed packages alone takes a minute
+        config.data.natural = ConfigDict()  # the first reading of the installed packages takes a minute
         config.step.num_anchors = 8
         config.optimizer.total_steps = 40
         config.optimizer.warmup_steps = 4

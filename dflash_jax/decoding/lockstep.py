@@ -8,8 +8,7 @@ tokens as the leader does, off their own devices.
 
 They go through the store of jax.distributed, which all processes are connected to already. A collective
 (`multihost_utils.broadcast_one_to_all`) would hold the devices while nobody asks anything, could not be left by a
-signal, and would put a program between the rounds. On one machine a message takes 0.3 ms to say and is heard a
-millisecond later; the leader does not wait for that.
+signal, and would put a program between the rounds. The leader does not wait until it is heard.
 """
 
 from __future__ import annotations

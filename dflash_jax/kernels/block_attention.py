@@ -61,29 +61,21 @@ def paged_block_attention(
     """
     check_values(k_PxGxSxH, v_PxGxSxV, values_in_keys)
     mesh = dispatch.context_mesh(mesh)
-    options = {
-        "window": window, "scale": scale, "chunk": chunk, "softcap": softcap, "values_in_keys": values_in_keys,
-    }  # fmt: skip
-
-    def reference(q, k_pages, v_pages, page_table, k_block, v_block, length_B, position_BxM, visibility, sinks_N):
-        return block_attention(
-            q, gather_pages(k_pages, page_table), gather_pages(v_pages, page_table), k_block, v_block,
-            length_B=length_B, position_BxM=position_BxM, visibility=visibility, sinks_N=sinks_N, **options,
-        )  # fmt: skip
-
     arrays = (
         q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxV,
         length_B, position_BxM, visibility, sinks_N,
     )  # fmt: skip
+    options = {"window": window, "scale": scale, "chunk": chunk, "softcap": softcap}
     if implementation in (None, dispatch.NATIVE):
         reason = obstacle(q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, values_in_keys, mesh)
         if reason is None:
-            return block_attention_native(reference, arrays, window=window, chunk=chunk, scale=scale, softcap=softcap)
+            return block_attention_native(arrays, _paged_reference, **options)
         if implementation == dispatch.NATIVE:
             raise ValueError(f"the native block attention does not fit: {reason}; leave `implementation` out")
+    options["values_in_keys"] = values_in_keys
     chosen = dispatch.choose(implementation, mesh)
     if chosen == dispatch.REFERENCE:
-        return reference(*arrays)
+        return _paged_reference(*arrays, **options)
     # Imported where it is used: programs without the kernel start without Pallas.
     from dflash_jax.kernels.block_attention_mesh import map_over_mesh
     from dflash_jax.kernels.block_attention_pallas import paged_block_attention_pallas
@@ -92,6 +84,15 @@ def paged_block_attention(
         paged_block_attention_pallas, **options, interpret=chosen == dispatch.PALLAS_INTERPRET
     )  # fmt: skip
     return map_over_mesh(kernel, mesh, *arrays) if dispatch.needs_mapping(mesh) else kernel(*arrays)
+
+
+def _paged_reference(
+    q, k_pages, v_pages, page_table, k_block, v_block, length_B, position_BxM, visibility, sinks_N, **options
+):  # fmt: skip
+    return block_attention(
+        q, gather_pages(k_pages, page_table), gather_pages(v_pages, page_table), k_block, v_block,
+        length_B=length_B, position_BxM=position_BxM, visibility=visibility, sinks_N=sinks_N, **options,
+    )  # fmt: skip
 
 
 def block_attention(

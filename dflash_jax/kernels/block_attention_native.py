@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from dflash_jax.kernels import dispatch, native
+from dflash_jax.kernels import native
 from dflash_jax.kernels.block_masks import block_mask, first_visible
 
 MAX_SLOTS = 16  # of a block: prefill has more, and there XLA's products are the faster ones
@@ -30,10 +30,6 @@ def obstacle(
     mesh: Mesh | AbstractMesh | None,
 ) -> str | None:
     """Why the native kernel can not be used; None if it can."""
-    if dispatch.platform(mesh) != "cpu":
-        return "the program is not for CPU"
-    if dispatch.needs_mapping(mesh):
-        return f"the program runs on {mesh.size} devices"
     if k_PxGxSxH.dtype != jnp.float32 or v_PxGxSxV.dtype != jnp.float32 or q_BxMxNxH.dtype not in _FLOATS:
         return f"queries are {q_BxMxNxH.dtype} and the cache {k_PxGxSxH.dtype}: it must be float32, as it is on CPU"
     if values_in_keys is not None:
@@ -42,24 +38,29 @@ def obstacle(
         return f"the block has {q_BxMxNxH.shape[1]} slots, not 1 to {MAX_SLOTS}"
     if 0 in (*q_BxMxNxH.shape, *k_PxGxSxH.shape, *v_PxGxSxV.shape):
         return "an array is empty"
-    return None if native.available() else "the native kernels are switched off or could not be built"
+    return native.obstacle(mesh)
 
 
+@functools.partial(jax.jit, static_argnames=("reference", "window", "chunk", "scale", "softcap"), inline=True)
 def block_attention_native(
-    reference: Callable[..., jax.Array],
     arrays: tuple[jax.Array | None, ...],
+    reference: Callable[..., jax.Array],
     *,
     window: int | None,
     chunk: int | None,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """The kernel on CPU; `reference(*arrays)` where the program is lowered for another platform, or differentiated.
+    """The kernel on CPU; the reference where the program is lowered for another platform, or differentiated.
+
+    Jitted so that like layers are traced once.
 
     Args:
       arrays: q_BxMxNxH, k_PxGxSxH, v_PxGxSxV, page_table_BxT, k_block_BxGxMxH, v_block_BxGxMxV, length_B,
         position_BxM, visibility, sinks_N; of these, table and sinks may be None.
+      reference: takes the arrays and, as keywords, the other options.
     """
+    reference = functools.partial(reference, window=window, chunk=chunk, scale=scale, softcap=softcap)
 
     def native_call(q, k, v, page_table, k_block, v_block, length_B, position_BxM, visibility, sinks_N):
         b, m, n, _ = q.shape

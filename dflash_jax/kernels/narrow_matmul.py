@@ -72,17 +72,13 @@ def reference(x_MxK: jax.Array, w_KxN: jax.Array) -> jax.Array:
 
 def _obstacle(x_MxK: jax.Array, w_KxN: jax.Array, mesh: Mesh | AbstractMesh | None) -> str | None:
     """Why the native kernel can not be used; None if it can."""
-    if dispatch.platform(mesh) != "cpu":
-        return "the program is not for CPU"
-    if dispatch.needs_mapping(mesh):
-        return f"the program runs on {mesh.size} devices"
     if x_MxK.dtype != w_KxN.dtype or x_MxK.dtype not in _TARGETS:
         return f"the types are {x_MxK.dtype} and {w_KxN.dtype}, not both float32 or both bfloat16"
     if not 1 <= x_MxK.shape[0] <= MAX_ROWS:
         return f"there are {x_MxK.shape[0]} rows, not 1 to {MAX_ROWS}"
     if 0 in w_KxN.shape:
         return f"the weights are empty, {w_KxN.shape}"
-    return None if native.available() else "the native kernels are switched off or could not be built"
+    return native.obstacle(mesh)
 
 
 @jax.custom_jvp

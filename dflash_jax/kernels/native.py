@@ -21,8 +21,10 @@ import threading
 import jax
 import jaxlib
 from absl import logging
+from jax.sharding import AbstractMesh, Mesh
 
 from dflash_jax.cache_dir import cache_dir
+from dflash_jax.kernels import dispatch
 
 SWITCH = "DFLASH_JAX_NATIVE"
 # Symbols of the library, and their names in XLA.
@@ -53,6 +55,15 @@ def available() -> bool:
         return False
     with _lock:
         return _registered()
+
+
+def obstacle(mesh: Mesh | AbstractMesh | None) -> str | None:
+    """Why a program on this mesh (None: one device of the default backend) can not call them; None if it can."""
+    if dispatch.platform(mesh) != "cpu":
+        return "the program is not for CPU"
+    if dispatch.needs_mapping(mesh):
+        return f"the program runs on {mesh.size} devices"
+    return None if available() else "the native kernels are switched off or could not be built"
 
 
 def switched_on() -> bool:

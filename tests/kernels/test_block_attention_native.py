@@ -1,7 +1,5 @@
 """Block attention in C++: the reference's numbers, and the same bits in any company."""
 
-import shutil
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -9,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import BlockCase, block_inputs
+from compiler import needs_compiler
 from test_block_attention import CASES, assert_close, attend, reference
 
 from dflash_jax import sharding
 from dflash_jax.kernels.block_attention import paged_block_attention
 from dflash_jax.kernels.block_attention_native import MAX_SLOTS
 from dflash_jax.kernels.kv_cache import gather_pages
-
-HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler (c++, g++, clang++) is installed")
 
 
 def native(arrays, keywords):

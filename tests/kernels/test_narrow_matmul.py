@@ -5,7 +5,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import logging as absl_logging
+from compiler import needs_compiler
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax import sharding
@@ -22,8 +22,6 @@ from dflash_jax.kernels import dispatch, native
 from dflash_jax.kernels.narrow_matmul import MAX_ROWS, narrow_matmul, reference
 from dflash_jax.models.layers import dense
 
-HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler (c++, g++, clang++) is installed")
 DTYPES = (jnp.float32, jnp.bfloat16)
 # Below, at and beyond the groups of columns, the pieces and the blocks of depth; the last takes several threads.
 SIZES = ((1, 1), (3, 5), (8, 32), (37, 53), (9, 513), (40, 1030), (576, 960), (300, 4099))
