@@ -1,7 +1,9 @@
 """This program beside PyTorch on the same weights and prompts, prompt by prompt in one run.
 
-    python benchmarks/compare_torch.py --config=configs/benchmark_smollm2.py --workdir=DIR --torch_python=PYTHON
+    python benchmarks/compare_torch.py --config=configs/benchmark_smollm2.py --workdir=DIR --torch_python=PYTHON \\
+        --config.drafter=asset:smollm2-135m-dflash
 
+The drafter must be one that the reference implementation has the modules for: no Markov head, no projections.
 PYTHON is an interpreter with torch, transformers and the package `dflash` (`pip install dflash_jax[parity]`); by
 default the one that runs this. The target is exported to DIR, so both sides hold the same numbers, and a worker
 process runs PyTorch: both stay loaded, one works at a time. Compared are
@@ -30,7 +32,7 @@ from dflash_jax.checkpoints.export_target import export_target
 from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.compilation_cache import use_compilation_cache
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, DrafterConfig
 from dflash_jax.evaluation.benchmark import define_flags, override, write_report
 from dflash_jax.evaluation.methods import Method, RemoteMethod, Worker
 from dflash_jax.evaluation.runner import BenchmarkConfig, describe, own_methods, run, select_prompts
@@ -57,16 +59,32 @@ def check_python(python: str) -> None:
         )
 
 
+def check_drafter(source: str, config: DrafterConfig) -> None:
+    """Refuses a drafter with modules that the reference implementation does not have.
+
+    Raises:
+      ConfigError: names the module.
+    """
+    for field in ("markov_rank", "target_hidden_size"):
+        if getattr(config, field):
+            raise ConfigError(
+                f"drafter is {source!r}, which has {field} = {getattr(config, field)}: the reference implementation of "
+                "DFlash has no such module; name a drafter that it can load, such as "
+                "--config.drafter=asset:smollm2-135m-dflash"
+            )
+
+
 def compare(config: BenchmarkConfig, workdir: pathlib.Path, python: str) -> dict[str, Any]:
     """One dtype after another; returns {dtype: report of `runner.run`} and writes it."""
     reports = {}
     for dtype in config.dtypes:
         logging.info("== %s", dtype)
         target = load_target(config.target, dtype=dtype)
+        drafter = load_drafter(config.drafter, target, draft_vocab=config.draft_vocab)
+        check_drafter(config.drafter, drafter.config)
         exported = workdir / dtype / "target"
         if not exported.exists():
             export_target(exported, target)
-        drafter = load_drafter(config.drafter, target, draft_vocab=config.draft_vocab)
         whole = load_drafter(config.drafter, target, draft_vocab=False)
         prompts = select_prompts(
             config.tasks, target.tokenizer, target.config.max_positions, config.chat_template_kwargs

@@ -58,6 +58,7 @@ def experiment(
         config.drafter[name] = config_dict.placeholder(int)  # None: the target's
     config.drafter.update(shape)
     config.drafter.draft_vocab_size = 0  # the whole vocabulary
+    config.drafter.markov_rank = 0  # e.g. 256: a head that knows the token drafted before
     config.drafter.init_layers = ()
     config.drafter.init_from = ""
     config.drafter.trunk = "trained"  # "frozen": train the adapter alone, the rest is that of `init_from`

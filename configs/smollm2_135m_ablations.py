@@ -1,13 +1,14 @@
 """What a drafter for SmolLM2-135M-Instruct gains from each choice: the recipe with one thing changed at a time.
 
-    python train.py --config=configs/smollm2_135m_dflash.py:natural --workdir=runs/natural
+    python train.py --config=configs/smollm2_135m_ablations.py:natural --workdir=runs/natural
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --run
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --table
 
 Without `--run` the commands are printed, to be spread over machines that share the folder. All points train on the same
-answers, in the same order, from the same seed, and are measured on the same held-out prompts: `base` is the second
-stage of configs/smollm2_135m_dflash.py, one pass over 1,000 of the target's own answers. What can not go on from the
-first stage's drafter starts from target layers, as `scratch` does, and takes twice as many steps: depth and taps.
+answers, in the same order, from the same seed, and are measured on the same held-out prompts: `base` is a second stage
+as in configs/smollm2_135m_dflash.py, one pass over 1,000 of the target's own answers, for a drafter of two layers
+without a Markov head, whose slots count by position. What can not go on from the first stage's drafter starts from
+target layers, as `scratch` does, and takes twice as many steps: depth and taps.
 `--only=gamma` runs the points of one choice (`base` belongs to most of them).
 
 A point takes about three minutes on two CPU cores: 250 steps of up to 128 blocks, and decoding. Answers are made once,
@@ -26,9 +27,15 @@ from configs import smollm2_135m_dflash
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant not in ("", "tiny"):
-        raise ValueError(f"variant {variant!r} is unknown; known are 'tiny' and none")
+    if variant not in ("", "natural", "tiny"):
+        raise ValueError(f"variant {variant!r} is unknown; known are 'natural', 'tiny' and none")
     config = smollm2_135m_dflash.get_config(variant)
+    config.drafter.num_layers = 2
+    config.drafter.init_layers = (3, 4) if variant == "tiny" else (27, 29)
+    config.drafter.markov_rank = 0
+    config.loss.weighting = "decay"
+    config.optimizer.ema_decay = 0.0
+    config.run.export_weights = "raw"
     if variant == "":
         config.drafter.init_from = "runs/natural/export"
         config.data.answers.greedy.prompts = ConfigDict(
@@ -45,11 +52,15 @@ def get_config(variant: str = "") -> ConfigDict:
 
 def sweep(variant: str = "") -> dict[str, dict[str, Any]]:
     """{point: fields of the recipe that it changes}; those of "tiny" fit its five layers and 259 ids."""
+    if variant == "natural":
+        raise ValueError("variant 'natural' is the first stage of all points, not a sweep; run it by train.py")
     tiny = variant == "tiny"
     points: dict[str, dict[str, Any]] = {"base": {}}
     # Layers that the first stage has not begin as no change; in `scratch` they are copies of late target layers.
     four = (1, 2, 3, 4) if tiny else (27, 29, 27, 29)
     points["layers-4"] = {"drafter.num_layers": 4, "drafter.init_layers": four}
+    for rank in (8,) if tiny else (16, 64):
+        points[f"markov-{rank}"] = {"drafter.markov_rank": rank}
     points["uniform"] = {"loss.weighting": "uniform"}
     for gamma in (2.0, 7.0):
         points[f"gamma-{gamma:g}"] = {"loss.gamma": gamma}

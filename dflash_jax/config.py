@@ -311,6 +311,9 @@ class DrafterConfig:
     `target_hidden_size` is None for a drafter whose width is the target's, which reads the target's table and head as
     they are. A number (the target's width, which may be the drafter's too) says that the drafter has projections of
     its own between the two: table to trunk and trunk to head.
+
+    `markov_rank` is the rank of a Markov head (`drafters.dflash.MarkovHead`): each drafted token then shifts the logits
+    of the next one. 0: none, slots are drafted independently of each other.
     """
 
     hidden_size: int
@@ -335,9 +338,14 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcap: float | None = None
     target_hidden_size: int | None = None
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         check_attention(self)
+        if not field_types.fits(self.markov_rank, int) or self.markov_rank < 0:
+            raise ConfigError(
+                f"markov_rank is {self.markov_rank!r}, must be a whole number: at least 1, or 0 for no Markov head"
+            )
         if self.target_hidden_size is not None and self.target_hidden_size < 1:
             raise ConfigError(
                 f"target_hidden_size is {self.target_hidden_size}, must be at least 1 (None: the drafter's own width)"

@@ -272,6 +272,14 @@ def data_parallel_size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in RULES["batch"])
 
 
+def batch_shards(rows: int) -> int:
+    """While tracing under `use`: how many shards `constrain` cuts so many rows of a batch into; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types:
+        return 1
+    return axis_size(mesh, mesh_axes(mesh, "batch", rows))
+
+
 def shard_tree(tree: Any, axes_tree: Any, mesh: Mesh | None) -> Any:
     """Lays a pytree of arrays out on the mesh by a pytree of the same structure with logical axes."""
     if mesh is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -10,13 +11,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dflash_jax.checkpoints.drafter_config import drafter_config_from_hf
 from dflash_jax.checkpoints.hf_config import target_config_from_hf
-from dflash_jax.checkpoints.load_drafter import drafter_from_reader
+from dflash_jax.checkpoints.load_drafter import bind_drafter, drafter_from_reader
 from dflash_jax.checkpoints.placement import load_params
 from dflash_jax.checkpoints.target_names import is_harmless, target_placements
 from dflash_jax.drafters.contract import Drafter
+from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.target import Target, abstract_model
 from dflash_jax.models.transformer import Transformer
 
@@ -73,3 +76,15 @@ def load_golden(name: str) -> tuple[Target, Drafter, dict[str, np.ndarray]]:
     drafter_config = drafter_config_from_hf(hf["draft"], config)
     drafter = drafter_from_reader(drafter_config, ArrayReader(arrays, "draft_w.", name), target, source=name)
     return target, drafter, arrays
+
+
+@functools.cache
+def golden_with_markov_head(name: str, draft_ids: tuple[int, ...] | None = None) -> tuple[Target, Drafter]:
+    """The pair of a case, whose drafter has a random Markov head besides: strong enough to change what is drafted."""
+    target, drafter, _ = load_golden(name)
+    config = dataclasses.replace(drafter.config, markov_rank=3)
+    graphdef, params = nnx.split(DFlash(config, jnp.float32, nnx.Rngs(6)))
+    flat = dict(nnx.to_flat_state(params)) | dict(nnx.to_flat_state(drafter.params))
+    params = nnx.from_flat_state(list(flat.items()))
+    ids = None if draft_ids is None else np.asarray(draft_ids)
+    return target, bind_drafter(config, graphdef, params, target, ids, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dflash_jax.checkpoints.rope_config import rope_config_from_hf, rope_config_to_hf
@@ -35,10 +35,19 @@ _OTHER_METHODS = {
     "a quantised checkpoint": ("quantization_config", "compression_config"),
 }
 _ARCHITECTURE = "DFlashDraftModel"
-# A drafter with projections between its trunk and a target of another width: no other program runs it, and its
-# architecture has a name of its own so that none tries.
-_PROJECTED = "DFlashProjectedDraftModel"
 OURS = "dflash_jax"  # the key of config.json for what is of this program's making
+# Modules that z-lab's drafters do not have, by the field under OURS that says so: projections between the trunk and a
+# target of another width, and a Markov head (DSpark's predicts one position further). No other program runs them, and
+# their architecture has a name of its own so that none tries.
+_MODULES = {"target_hidden_size": "Projected", "markov_rank": "Markov"}
+
+
+def _with_modules(fields: Collection[str]) -> str:
+    modules = "".join(name for field, name in _MODULES.items() if field in fields)
+    return _ARCHITECTURE.replace("Draft", f"{modules}Draft")
+
+
+_WITH_MODULES = tuple(map(_with_modules, (("target_hidden_size",), ("markov_rank",), _MODULES)))
 _DFLASH_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -73,7 +82,7 @@ def drafter_config_from_hf(hf: Mapping[str, Any], target_config: TargetConfig | 
         raise ConfigError(f"dflash_config is {inner!r}, must be a mapping")
     _refuse_other_formats(hf, inner)
 
-    target_hidden_size = _target_hidden_size(hf)
+    modules = _modules(hf)
     num_layers = _count(hf, "num_hidden_layers")
     num_heads = _count(hf, "num_attention_heads")
     hidden_size = _count(hf, "hidden_size")
@@ -125,7 +134,7 @@ def drafter_config_from_hf(hf: Mapping[str, Any], target_config: TargetConfig | 
         embedding_scale=_factor(hf, inner, "input_embedding_scale"),
         output_multiplier=_factor(hf, inner, "output_multiplier", 1.0),
         final_logit_softcap=_softcap(hf, inner),
-        target_hidden_size=target_hidden_size,
+        **modules,
     )
     if config.num_target_layers - 1 in config.target_layer_ids:
         warnings.warn(
@@ -171,7 +180,7 @@ def old_spelling(hf: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: a field says something that readers of the old spelling do not look for; it is named.
     """
     inner = dict(hf["dflash_config"])
-    inner |= hf.get(OURS, {})  # projections: a module that those readers do not have
+    inner |= hf.get(OURS, {})  # modules that those readers do not have
     kept = {name: inner.pop(name) for name in ("mask_token_id", "target_layer_ids")}
     for name, value in inner.items():
         if name != "block_size":
@@ -237,22 +246,29 @@ def drafter_config_to_hf(config: DrafterConfig, dtype_name: str) -> dict[str, An
 
 
 def _architecture(config: DrafterConfig) -> dict[str, Any]:
-    if config.target_hidden_size is not None:
-        return {"architectures": [_PROJECTED], OURS: {"target_hidden_size": config.target_hidden_size}}
+    ours = {field: getattr(config, field) for field in _MODULES if getattr(config, field)}
+    if ours:
+        return {"architectures": [_with_modules(ours)], OURS: ours}
     return {"architectures": [_ARCHITECTURE], "auto_map": {"AutoModel": f"dflash.{_ARCHITECTURE}"}}
 
 
-def _target_hidden_size(hf: Mapping[str, Any]) -> int | None:
+def _modules(hf: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of `_MODULES` that a configuration sets."""
     ours = hf.get(OURS) or {}
     if not isinstance(ours, Mapping):
         raise ConfigError(f"{OURS} is {ours!r}, must be a mapping")
-    size = ours.get("target_hidden_size")
-    if (size is None) != (_PROJECTED not in (hf.get("architectures") or ())):
-        raise ConfigError(
-            f"architectures is {hf.get('architectures')!r} and {OURS}.target_hidden_size is {size!r}: the architecture "
-            f"{_PROJECTED} and that field belong together"
+    found = {field: _count(ours, field) for field in _MODULES if ours.get(field) is not None}
+    named = [name for name in hf.get("architectures") or () if name in _WITH_MODULES]
+    if named != [_with_modules(found)] and (found or named):
+        has = (
+            " and ".join(f"{OURS}.{field} is {ours[field]!r}" for field in found)
+            or f"{OURS} has no {' or '.join(_MODULES)}"
         )
-    return None if size is None else _count(ours, "target_hidden_size")
+        raise ConfigError(
+            f"architectures is {hf.get('architectures')!r} and {has}: the architecture "
+            f"{_with_modules(found) if found else named[0]} and that field belong together"
+        )
+    return found
 
 
 def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
@@ -260,7 +276,7 @@ def _refuse_other_formats(hf: Mapping[str, Any], inner: Mapping[str, Any]) -> No
     if projector not in (None, "dflash"):
         raise ConfigError(f"projector_type is {projector!r}, which is not supported; plain DFlash sets none")
     architectures = hf.get("architectures")
-    if architectures and not {_ARCHITECTURE, _PROJECTED} & set(architectures):
+    if architectures and not {_ARCHITECTURE, *_WITH_MODULES} & set(architectures):
         raise ConfigError(f"architectures is {architectures!r}, supported is {[_ARCHITECTURE]!r}")
     model_type = hf.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama"):

@@ -19,8 +19,8 @@ OWN_EMBEDDING_OR_HEAD = (
 def drafter_placements(config: DrafterConfig) -> tuple[Placement, ...]:
     """Every parameter of `drafters.dflash.DFlash`, with the stored tensors it is made of.
 
-    Stored are 3 tensors for the whole (5 where it has projections, which are of this program's making) and 11 a layer
-    (15 with attention_bias), matrices as [out, in].
+    Stored are 3 tensors for the whole, two more where it has projections (which are of this program's making), two more
+    where it has a Markov head (named as DSpark's), and 11 a layer (15 with attention_bias); matrices as [out, in].
     """
     d, e, width = config.hidden_size, config.target_hidden_size, len(config.target_layer_ids) * config.target_width
     placements = [
@@ -32,6 +32,11 @@ def drafter_placements(config: DrafterConfig) -> tuple[Placement, ...]:
         placements += [
             transposed(("embed_projection_ExD",), "embed_projection.weight", (d, e)),
             transposed(("head_projection_DxE",), "head_projection.weight", (e, d)),
+        ]
+    if config.markov_rank:
+        table = (config.vocab_size, config.markov_rank)
+        placements += [
+            identity(("markov", f"{name}_VxR"), f"markov_head.markov_{name}.weight", table) for name in ("w1", "w2")
         ]
     for i in range(config.num_layers):
         placements += _layer(config, ("layers", i), f"layers.{i}")

@@ -38,9 +38,9 @@ def export_drafter(
     """Writes `config.json`, `model.safetensors`, and where given `draft_vocab.safetensors` and `README.md`.
 
     The official torch package, and engines that read its checkpoints, load the directory as it is, unless the drafter
-    has projections (`target_hidden_size`): their format has none, and the directory's architecture says so. All files
-    appear at once: they are written to a directory beside it, which then takes its name. An earlier export
-    there is replaced.
+    has projections (`target_hidden_size`) or a Markov head: their format has none, and the architecture says so. All
+    files appear at once: they are written to a directory beside it, which then takes its name. An earlier export there
+    is replaced.
 
     Args:
       directory: must not exist, be empty, or hold an earlier export and nothing else.

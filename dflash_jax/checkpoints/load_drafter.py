@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import pathlib
 from collections.abc import Callable
@@ -89,10 +90,9 @@ def _with_own_vocabulary(drafter: Drafter, opened: OpenDrafter, target: Target, 
         return dataclasses.replace(drafter, shared=theirs)
     differing = [name for name, same in ((OWN_TABLE, same_table), (OWN_HEAD, same_head)) if not same]
     logging.info("%s drafts with its own %s, not the target's", opened.directory, " and ".join(differing))
-    shared = SharedWeights(
-        theirs.embedding_VxD if same_table else table_VxD.astype(target.dtype),
-        theirs.head_DxV if same_head else head_DxU.astype(target.dtype),
-        theirs.draft_to_target_V,
+    shared = theirs.replace(
+        embedding_VxD=theirs.embedding_VxD if same_table else table_VxD.astype(target.dtype),
+        head_DxV=theirs.head_DxV if same_head else head_DxU.astype(target.dtype),
     )
     return dataclasses.replace(drafter, shared=shared, own_vocabulary=True)
 
@@ -164,15 +164,34 @@ def bind_drafter(
     source: str = "",
 ) -> Drafter:
     """A `Drafter` from a module that is there already, as after training."""
+    shared = shared_weights(target, draft_to_target)
+    if config.markov_rank:
+        columns_RxU = _markov_columns(target.mesh)(graphdef, params, shared.draft_to_target_V)
+        shared = shared.replace(markov_RxV=columns_RxU)
     return Drafter(
         graphdef=graphdef,
         params=params,
-        shared=shared_weights(target, draft_to_target),
+        shared=shared,
         config=config,
         block_size=config.block_size,
         tap_ids=config.target_layer_ids,
         source=source,
     )
+
+
+@functools.cache
+def _markov_columns(mesh: Mesh | None) -> Callable[[nnx.GraphDef, nnx.State, jax.Array | None], jax.Array]:
+    """A Markov head's columns as the head's are laid out: gathered once, so that no step does it."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def columns(graphdef: nnx.GraphDef, params: nnx.State, ids_U: jax.Array | None) -> jax.Array:
+        columns_RxU = nnx.merge(graphdef, params).markov.columns(ids_U)
+        if mesh is None:
+            return columns_RxU
+        layout = sharding.named_sharding(mesh, (None, "vocab"), columns_RxU.shape)
+        return jax.lax.with_sharding_constraint(columns_RxU, layout)
+
+    return columns
 
 
 def random_drafter(

@@ -103,6 +103,7 @@ def speculators_config(
     """
     refused = {
         "target_hidden_size": config.target_hidden_size is not None,
+        "markov_rank": config.markov_rank > 0,
         "embedding_scale": config.embedding_scale not in (None, 1.0),
         "output_multiplier": config.output_multiplier != 1.0,
         "final_logit_softcap": config.final_logit_softcap not in (None, 0.0),

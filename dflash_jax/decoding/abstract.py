@@ -71,6 +71,10 @@ def abstract_step(
         graphdef, params = laid_out(mesh, DFlash, drafter, dtype)
         drafter_skeleton, drafter_leaves = Skeleton.of(graphdef, params)
         specs += nnx.merge(graphdef, params).layer_specs()
+        if drafter.markov_rank:
+            shape = (drafter.markov_rank, target.vocab_size)
+            columns = sharding.abstract_array(mesh, shape, jnp.dtype(dtype), (None, "vocab"))
+            shared = shared.replace(markov_RxV=columns)
     config = StepConfig(
         target=target_skeleton,
         drafter=drafter_skeleton,

@@ -30,7 +30,7 @@ class Draft:
     Attributes:
       token_BxM: the root and the drafted tokens, in target ids.
       proposal_BxMxV: None when the tokens are a deterministic choice (argmax). Else row i is the exact law,
-        over the target's vocabulary, that token i was drawn from, independently of the other slots. Row 0
+        over the target's vocabulary, that token i was drawn from, given the tokens before it in the block. Row 0
         is not read.
     """
 
@@ -54,17 +54,20 @@ class Verified:
 
 @struct.dataclass
 class SharedWeights:
-    """The frozen parameters of the target that a drafter reads: its table and its head.
+    """What a drafter reads by token id, laid out for its draft vocabulary: the target's frozen table and head.
 
     Attributes:
       embedding_VxD: raw table.
       head_DxV: the head, over the draft vocabulary if that is pruned (then V is its size).
       draft_to_target_V: target id of each draft id; None for the whole vocabulary.
+      markov_RxV: the columns of the drafter's own Markov head that `head_DxV` has, once it is bound for drafting; None
+        where it has no such head, and in training, where they still change.
     """
 
     embedding_VxD: jax.Array
     head_DxV: jax.Array
     draft_to_target_V: jax.Array | None = None
+    markov_RxV: jax.Array | None = None
 
 
 def scatter_to_target(probs_BxMxU: jax.Array, draft_to_target_U: jax.Array | None, vocab: int) -> jax.Array:

@@ -18,6 +18,10 @@ by up to one block; this is the edge of the reference implementation.
 A trunk may serve a target of another width (ours, not the paper's): `fc` then leads from the target's width to the
 trunk's, and two projections stand between the target's table and the trunk, and between the trunk and the target's
 head. E below is the target's width where it may differ from D, the trunk's.
+
+One pass knows no drafted token when it predicts the next, so its slots may each be likely and together make no text. A
+Markov head (`DrafterConfig.markov_rank`) walks the block once more, slot by slot, with a low-rank bias by the token
+before; the trunk still runs once.
 """
 
 from __future__ import annotations
@@ -103,11 +107,37 @@ class DFlashLayer(nnx.Module):
         return x_BxMxD + self.mlp(self.mlp_norm(x_BxMxD))
 
 
+TABLES = ("w1_VxR", "w2_VxR")  # of a Markov head: a row a token id, of which a call reads some
+
+
+class MarkovHead(nnx.Module):
+    """What a token adds to the logits of the next one: w1[before] . w2[token], over the target's vocabulary.
+
+    Source: the vanilla head of DSpark (arXiv 2607.05147). There slot k predicts the token after its position; here, as
+    everywhere in DFlash, the one at it.
+    """
+
+    def __init__(self, config: DrafterConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        shape, axes = (config.vocab_size, config.markov_rank), ("vocab", "embed")
+        self.w1_VxR = param(rngs, shape, axes, dtype, 1)
+        self.w2_VxR = param(rngs, shape, axes, dtype, config.markov_rank)
+
+    def before(self, token_xs: jax.Array) -> jax.Array:
+        """[..., R], of the tokens before."""
+        return self.w1_VxR[...][token_xs]
+
+    def columns(self, draft_to_target_U: jax.Array | None) -> jax.Array:
+        """[R, U], w2 over a draft vocabulary as the head has it; over all where None."""
+        w2_VxR = self.w2_VxR[...]
+        return (w2_VxR if draft_to_target_U is None else w2_VxR[draft_to_target_U]).T
+
+
 class DFlash(nnx.Module):
     """The drafter. Embedding and head are the target's (`SharedWeights`), frozen.
 
     Attributes:
       embed_projection_ExD, head_projection_DxE: None where `config.target_hidden_size` is.
+      markov: None where `config.markov_rank` is 0.
       first_layer: index of its first layer in the shared cache = number of target layers.
     """
 
@@ -121,6 +151,7 @@ class DFlash(nnx.Module):
         self.hidden_norm = RMSNorm(d, eps, dtype, rngs)
         self.layers = nnx.List([DFlashLayer(config, i, dtype, rngs) for i in range(config.num_layers)])
         self.norm = RMSNorm(d, eps, dtype, rngs)
+        self.markov = MarkovHead(config, dtype, rngs) if config.markov_rank else None
         self.first_layer = config.num_target_layers
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -180,13 +211,24 @@ class DFlash(nnx.Module):
         x_BxKxD = self.norm(x_BxKxD)
         return x_BxKxD if self.head_projection_DxE is None else dense(x_BxKxD, self.head_projection_DxE[...])
 
-    def logits(self, shared: SharedWeights, hidden_BxMxE: jax.Array) -> jax.Array:
-        """Float32 logits over the (possibly pruned) draft vocabulary."""
-        logits = (
-            dense(hidden_BxMxE.astype(shared.head_DxV.dtype), shared.head_DxV).astype(jnp.float32)
-            * self.config.output_multiplier
-        )
-        return softcap(logits, self.config.final_logit_softcap or None)  # 0 means none
+    def logits(self, shared: SharedWeights, hidden_BxMxE: jax.Array, before_BxM: jax.Array | None = None) -> jax.Array:
+        """Float32 logits over the (possibly pruned) draft vocabulary.
+
+        Args:
+          before_BxM: target id of the token before each; read by a Markov head, which needs it.
+        """
+        return self._shifted(shared, self._scores(shared, hidden_BxMxE), before_BxM)
+
+    def _scores(self, shared: SharedWeights, hidden_BxMxE: jax.Array) -> jax.Array:
+        return dense(hidden_BxMxE.astype(shared.head_DxV.dtype), shared.head_DxV).astype(jnp.float32)
+
+    def _shifted(self, shared: SharedWeights, score_xV: jax.Array, before_x: jax.Array | None) -> jax.Array:
+        if self.markov is not None:
+            markov_RxV = shared.markov_RxV
+            if markov_RxV is None or before_x is None:
+                raise ValueError("a drafter with a Markov head needs shared.markov_RxV (bind_drafter) and before_BxM")
+            score_xV += dense(self.markov.before(before_x).astype(markov_RxV.dtype), markov_RxV).astype(jnp.float32)
+        return softcap(score_xV * self.config.output_multiplier, self.config.final_logit_softcap or None)  # 0: none
 
     def block_tokens(self, root_B: jax.Array, block_size: int) -> jax.Array:
         """[anchor, mask, mask, ...], [B, K]."""
@@ -205,25 +247,44 @@ class DFlash(nnx.Module):
         """Drafts block_size - 1 tokens behind the root.
 
         Args:
-          temperature_B: None for an argmax proposal. Else the slots are drawn, each on its own, from
-            softmax(logits / temperature) (one-hot at the argmax where it is 0), and the draft carries that law.
+          temperature_B: None for an argmax proposal. Else slots are drawn from softmax(logits / temperature) (one-hot
+            at the argmax where it is 0), with a Markov head one after another, and the draft carries that law.
           key_B: one PRNG key a row, read for drawn proposals only.
           block_size: slots of this round, anchor included; at most the trained size.
         """
-        hidden_BxKxD = self.block_hidden(shared, cache, self.block_tokens(root_B, block_size))
-        logits_BxKxV = self.logits(shared, hidden_BxKxD[:, 1:])
-        if temperature_B is None:
-            draft_BxK, law = jnp.argmax(logits_BxKxV, axis=-1), None
+        hidden_BxJxD = self.block_hidden(shared, cache, self.block_tokens(root_B, block_size))[:, 1:]
+        if self.markov is None:
+            token_BxJ, law_BxJxV = _choose(self.logits(shared, hidden_BxJxD), temperature_B, key_B)
+            token_BxJ = _target_ids(shared, token_BxJ)
         else:
-            safe = jnp.maximum(temperature_B, 1e-6)[:, None, None]
-            best = jax.nn.one_hot(jnp.argmax(logits_BxKxV, -1), logits_BxKxV.shape[-1], dtype=jnp.float32)
-            soft = jax.nn.softmax(logits_BxKxV / safe, axis=-1)
-            probs_BxKxV = jnp.where(temperature_B[:, None, None] > 0, soft, best)
-            draw = jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p), axis=-1))
-            draft_BxK = draw(key_B, probs_BxKxV)
-            law = scatter_to_target(probs_BxKxV, shared.draft_to_target_V, shared.embedding_VxD.shape[0])
-            law = jnp.concatenate([jnp.zeros_like(law[:, :1]), law], axis=1)
-        if shared.draft_to_target_V is not None:
-            draft_BxK = shared.draft_to_target_V[draft_BxK]
-        token_BxM = jnp.concatenate([root_B[:, None], draft_BxK.astype(root_B.dtype)], axis=1)
-        return Draft(token_BxM, law)
+            score_BxJxV = self._scores(shared, hidden_BxJxD)
+            walked, before_B = [], root_B
+            for slot in range(block_size - 1):
+                key = None if key_B is None else jax.vmap(jax.random.fold_in, (0, None))(key_B, slot)
+                logits_BxV = self._shifted(shared, score_BxJxV[:, slot], before_B)
+                before_B, law_BxV = _choose(logits_BxV, temperature_B, key)
+                before_B = _target_ids(shared, before_B)
+                walked.append((before_B, law_BxV))
+            token_BxJ, law_BxJxV = jax.tree.map(lambda *slots: jnp.stack(slots, axis=1), *walked)
+        token_BxM = jnp.concatenate([root_B[:, None], token_BxJ.astype(root_B.dtype)], axis=1)
+        if law_BxJxV is None:
+            return Draft(token_BxM)
+        law = scatter_to_target(law_BxJxV, shared.draft_to_target_V, shared.embedding_VxD.shape[0])
+        return Draft(token_BxM, jnp.concatenate([jnp.zeros_like(law[:, :1]), law], axis=1))
+
+
+def _choose(
+    logits_BxxV: jax.Array, temperature_B: jax.Array | None, key_B: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """(draft ids, the law that they were drawn from) of logits [B, ..., V]; no law for an argmax (no temperature)."""
+    best = jnp.argmax(logits_BxxV, axis=-1)
+    if temperature_B is None:
+        return best, None
+    each = temperature_B.reshape(-1, *[1] * (logits_BxxV.ndim - 1))
+    sure = jax.nn.one_hot(best, logits_BxxV.shape[-1], dtype=jnp.float32)
+    law_BxxV = jnp.where(each > 0, jax.nn.softmax(logits_BxxV / jnp.maximum(each, 1e-6), axis=-1), sure)
+    return jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p), axis=-1))(key_B, law_BxxV), law_BxxV
+
+
+def _target_ids(shared: SharedWeights, draft_id_xs: jax.Array) -> jax.Array:
+    return draft_id_xs if shared.draft_to_target_V is None else shared.draft_to_target_V[draft_id_xs]

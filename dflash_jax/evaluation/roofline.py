@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from dflash_jax import sharding
 from dflash_jax.config import CHUNKED, LINEAR, SLIDING, DrafterConfig, TargetConfig
 from dflash_jax.decoding.abstract import laid_out
-from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.drafters.dflash import TABLES, DFlash
 from dflash_jax.kernels.kv_cache import LayerSpec
 from dflash_jax.models.transformer import Transformer, layer_specs
 
@@ -148,11 +148,14 @@ class Sizes:
 def parameter_sizes(
     make: type[nnx.Module], config: TargetConfig | DrafterConfig, dtype: jnp.dtype, placement: Placement
 ) -> Sizes:  # fmt: skip
-    """What a call of the module reads. Of an embedding table only some rows, unless it is the head too."""
+    """What a call of the module reads. Of a table only some rows, unless it is the head too.
+
+    A Markov head's output side, which is bound to the draft vocabulary, counts with the head (`drafter_work`).
+    """
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(Sizes)), 0.0)
     _, params = laid_out(placement.mesh, make, config, dtype)
     for path, variable in nnx.to_flat_state(params):
-        if path[-1] == "embedding_VxD" and not config.tie_embeddings:
+        if path[-1] in TABLES or (path[-1] == "embedding_VxD" and not config.tie_embeddings):
             continue
         is_expert = "experts" in variable.get_metadata("axes")
         kind = ("experts", "expert_bytes") if is_expert else ("dense", "dense_bytes")
@@ -213,13 +216,15 @@ def drafter_work(target: TargetConfig, drafter: DrafterConfig, load: Load, place
     sizes = parameter_sizes(DFlash, drafter, load.dtype, placement)
     tokens = placement.rows(load.batch) * load.block
     everyone = placement.cut(sharding.TENSOR, sharding.EXPERT)
-    head = target.hidden_size * target.vocab_size / everyone
+    head = (target.hidden_size + drafter.markov_rank) * target.vocab_size / everyone
+    # A Markov head is walked slot by slot, and read each time but the first, which `head` counts.
+    walked = max(load.block - 2, 0) * drafter.markov_rank * target.vocab_size / everyone
     width = tokens * drafter.hidden_size * load.dtype.itemsize
     link = all_reduce(width, placement.cut(sharding.TENSOR)) + all_reduce(width, everyone)
     specs = (LayerSpec(drafter.num_kv_heads, drafter.head_dim),) * drafter.num_layers
     rest = _attention(drafter, specs, load, placement) + _logits(tokens, target.vocab_size, everyone)
     own = Work(
-        2 * tokens * (sizes.dense + head), sizes.dense_bytes + head * load.dtype.itemsize,
+        2 * tokens * (sizes.dense + head), sizes.dense_bytes + (head + walked) * load.dtype.itemsize,
         drafter.num_layers * link, drafter.num_layers,
     )  # fmt: skip
     return own + rest

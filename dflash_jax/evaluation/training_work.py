@@ -3,8 +3,8 @@
 Counted are matrix products and attention: the frozen target once over all tokens where it runs in the step; of the
 drafter, context products (fc, keys and values) over all tokens and the rest over all slots of all blocks, three times
 for forward and backward (fc twice: nothing flows back to the target); the head over the slots that carry loss, for
-logits and for the gradient with respect to its input. Recomputation (`step.remat`) is not counted: these are the
-flops of a model-flops utilisation.
+logits and for the gradient with respect to its input, and a Markov head beside it, which trains. Recomputation
+(`step.remat`) is not counted: these are the flops of a model-flops utilisation.
 
 Bytes: weights once, the drafter's master weights and optimiser state read and written, logits in float32 written and
 read. Activations are not counted. Bytes sent: what fsdp cut is gathered (of the drafter forward and backward), its
@@ -21,7 +21,7 @@ from flax import nnx
 from dflash_jax import sharding
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decoding.abstract import laid_out
-from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.drafters.dflash import TABLES, DFlash
 from dflash_jax.evaluation.roofline import (
     Chip,
     Load,
@@ -92,7 +92,7 @@ def _drafter(target: TargetConfig, drafter: DrafterConfig, load: TrainingLoad, p
             flops += 2 * 2 * tokens * size
         elif path[-1] == "kv_DxGx2xH":
             flops += 2 * 3 * (tokens + slots) * size
-        else:
+        elif path[-1] not in TABLES:
             flops += 2 * 3 * slots * size
     flops /= everyone  # nearly: what does not divide is whole on each device
     reach = load.tokens / 2 + load.block
@@ -100,6 +100,8 @@ def _drafter(target: TargetConfig, drafter: DrafterConfig, load: TrainingLoad, p
     scored = rows * load.anchors * (load.block - 1)
     head = target.hidden_size * load.draft_vocab / everyone
     flops += 2 * (3 if load.teacher else 2) * scored * head
+    # A Markov head's bias, and the gradients of both its sides.
+    flops += 2 * 3 * scored * drafter.markov_rank * load.draft_vocab / everyone
 
     sizes = parameter_sizes(DFlash, drafter, dtype, placement)
     masters = device_bytes(laid_out(placement.mesh, DFlash, drafter, jnp.float32)[1]) / 4
@@ -109,7 +111,8 @@ def _drafter(target: TargetConfig, drafter: DrafterConfig, load: TrainingLoad, p
     width = (tokens + slots) * drafter.hidden_size * dtype.itemsize
     sums = 2 * drafter.num_layers * (all_reduce(width, tensor) + all_reduce(width, everyone))
     gathers = 2 * _gathered(sizes.dense_bytes, placement) + _gathered(head * dtype.itemsize, placement)
-    gradients = all_reduce(4 * sizes.dense, placement.cut(sharding.DATA, sharding.FSDP))
+    tables = len(TABLES) * drafter.markov_rank * drafter.vocab_size / everyone
+    gradients = all_reduce(4 * (sizes.dense + tables), placement.cut(sharding.DATA, sharding.FSDP))
     return Work(flops, read, sums + gathers + gradients)
 
 

@@ -134,7 +134,9 @@ def describe(abstract: AbstractStep, compiled: Compiled, work: Work, chip: Chip)
     weights, cache = abstract.weights, abstract.state.cache
     kinds = {
         "target_weights": device_bytes(weights.target),
-        "drafter_weights": device_bytes(weights.drafter),
+        "drafter_weights": device_bytes(
+            (weights.drafter, None if weights.shared is None else weights.shared.markov_RxV)
+        ),
         "cache": device_bytes((cache.k, cache.v, cache.page_table_BxT)),
         "recurrent_states": device_bytes(cache.recurrent),
     }

@@ -7,7 +7,8 @@ target (`drafter.init_from`) and trains an adapter for this one: `fc`, `hidden_n
 not the trunk's, or `drafter.projections` asks for it, two projections, table to trunk and trunk to head. Everything
 between stays bit for bit what it was, so that one copy of it can serve all.
 
-So the targets may differ in family, width, depth, vocabulary, mask token and taps.
+So the targets may differ in family, width, depth, vocabulary, mask token and taps; not in the tokenizer where the trunk
+has a Markov head, whose tables are by token id and stay too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _OF_THE_RUN = ("init_layers", "init_from", "init_target", "trunk", "draft_vocab_
 _KINDS = {"init_layers": tuple[int, ...], "init_from": str, "init_target": str, "trunk": str, "draft_vocab_size": int}
 # Those that describe a trunk, besides its layers.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
+_MARKOV = "markov_rank"
 
 
 def check_trunk(section: Mapping[str, Any]) -> None:
@@ -76,7 +78,7 @@ def check_section(section: Mapping[str, Any]) -> None:
     kinds = {**typing.get_type_hints(drafter_config), **_KINDS}
     frozen = section.get("trunk") == FROZEN
     if frozen:
-        kinds |= {"num_layers": int | None}
+        kinds |= {"num_layers": int | None, _MARKOV: int | None}
     known = sorted({*kinds, *_OF_THE_RUN} - {"target", "return"})
     for name in section:
         if name not in known:
@@ -87,10 +89,10 @@ def check_section(section: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"drafter.block_size is {section['block_size']}, must be at least 2 (the anchor and one drafted token)"
         )
-    for name in ("num_layers", *_SHAPE):
-        value = section.get(name)
-        if value is not None and value < 1:
-            raise ConfigError(f"drafter.{name} is {value}, must be at least 1")
+    for name in ("num_layers", *_SHAPE, _MARKOV):
+        value, least = section.get(name), 0 if name == _MARKOV else 1
+        if value is not None and value < least:
+            raise ConfigError(f"drafter.{name} is {value}, must be at least {least}")
     if section["draft_vocab_size"] < 0:
         raise ConfigError(
             f"drafter.draft_vocab_size is {section['draft_vocab_size']}, must be at least 1, or 0 for all"
@@ -150,12 +152,18 @@ def drafter_on_trunk(
     full = sum(kind == FULL for kind in theirs.layer_types)
     asked = {"num_layers": (num_layers, theirs.num_layers), "num_full_layers": (num_full_layers, full)}
     for name, value in shape.items():
-        if name not in _SHAPE:
-            raise ConfigError(f"drafter has no field {name!r}; of a trunk it knows {', '.join(_SHAPE)}")
+        if name not in (*_SHAPE, _MARKOV):
+            raise ConfigError(f"drafter has no field {name!r}; of a trunk it knows {', '.join((*_SHAPE, _MARKOV))}")
         asked[name] = (value, getattr(theirs, name))
     for name, (mine, its) in asked.items():
         if mine is not None and mine != its:
             raise _other_trunk(source, name, its, mine)
+    if theirs.markov_rank and theirs.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"drafter.init_from {source} has a Markov head (markov_rank = {theirs.markov_rank}) over the "
+            f"{theirs.vocab_size} ids of its target's tokenizer, and this target has {target.vocab_size}: its tables "
+            "mean nothing there; take a trunk without a Markov head"
+        )
     taken = {name: getattr(own, name) for name in _NOT_THE_TRUNK if name != "output_multiplier"}
     taken["target_hidden_size"] = projected_from(target, theirs.hidden_size, projections)
     return dataclasses.replace(theirs, **taken)

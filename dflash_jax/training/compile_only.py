@@ -25,7 +25,7 @@ from dflash_jax.models.scanned import stack_layers
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
-from dflash_jax.training.adapter import check_trunk, configured_drafter, trainable
+from dflash_jax.training.adapter import check_section, configured_drafter, trainable
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dflash_jax.training.step import (
@@ -57,7 +57,7 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
       ConfigError: a field, the topology or libtpu; or the mesh has another number of devices than the slice.
     """
     prepare_host()
-    check_trunk(config.drafter)
+    check_section(config.drafter)
     place = tpu_topology(topology)
     mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh, "mesh"), place), CHIPS[place.generation]
     architecture = config.target.get("architecture")

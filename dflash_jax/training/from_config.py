@@ -168,7 +168,8 @@ def first_params(
 ) -> nnx.State:
     """Parameters to start from: fresh, from target layers, a trained drafter's, or fresh around a trained trunk.
 
-    A trained drafter of fewer layers is deepened: the layers that it lacks start as no change of what it proposes.
+    A trained drafter of fewer layers, or without a Markov head, is deepened: what it lacks starts as no change of what
+    it proposes.
 
     Args:
       batches: text to fit an adapter on (`drafter.init_target`); None: it is not fitted, as where a checkpoint will
@@ -198,18 +199,19 @@ def first_params(
             "target's: its layers would start on others than they were trained with"
         )
     ours, theirs = dataclasses.asdict(draft), dataclasses.asdict(trained.config)
-    deeper = trained.config.num_layers < draft.num_layers
-    if deeper:
-        theirs |= {
-            "num_layers": draft.num_layers,
-            "layer_types": theirs["layer_types"] + draft.layer_types[trained.config.num_layers :],
-        }
+    grown = {}
+    if trained.config.num_layers < draft.num_layers:
+        grown["num_layers"] = draft.num_layers
+        grown["layer_types"] = theirs["layer_types"] + draft.layer_types[trained.config.num_layers :]
+    if not trained.config.markov_rank:
+        grown["markov_rank"] = draft.markov_rank
+    theirs |= grown
     for name, value in ours.items():
         if name != "block_size" and theirs[name] != value:
             raise ConfigError(
                 f"drafter.init_from {config.drafter.init_from} has {name} = {theirs[name]}, this run has {value}"
             )
-    if not deeper:
+    if trained.config == dataclasses.replace(trained.config, **grown):
         return trained.params
     layers = tuple(config.drafter.init_layers)
     return deepened(trained.params, initial_params(draft, target, statistics, seed=config.seed, init_layers=layers))

@@ -37,6 +37,7 @@ from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models.layers import dense
 from dflash_jax.models.target import Target
 from dflash_jax.models.whole_rows import forward_rows
+from dflash_jax.training import processes
 
 
 def drafter_config(
@@ -54,12 +55,14 @@ def drafter_config(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     projections: bool | None = None,
+    markov_rank: int = 0,
 ) -> DrafterConfig:
     """A DFlash drafter shaped like the target's own layers.
 
     Args:
       hidden_size, num_heads, num_kv_heads, head_dim: of the drafter; the target's where None.
       projections: see `target_hidden_size` of DrafterConfig; None: where the two sizes differ.
+      markov_rank: see DrafterConfig.
       target_layer_ids: tapped layers, or how many to take by the default rule.
       intermediate_size: of its SwiGLU; the target's where None.
       sliding_window: None, or the window of all but the last `num_full_layers` (default 0) layers.
@@ -89,6 +92,7 @@ def drafter_config(
         embedding_scale=None if target.embedding_scale == 1.0 else target.embedding_scale,
         final_logit_softcap=target.final_logit_softcap,
         target_hidden_size=projected_from(target, width, projections),
+        markov_rank=markov_rank,
     )
 
 
@@ -207,6 +211,9 @@ def initial_params(
     RMS of its q (k): DFlash normalises each head's q to RMS 1, so that the attention logits have the
     target's size on average, and lose only its variation from token to token.
 
+    A Markov head begins as no change of what is drafted (w2 is zero), and knows tokens by the principal components of
+    the target's table, each of unit scale: tokens that the target takes for alike learn from each other.
+
     Raises:
       ConfigError: `init_layers` does not fit the drafter or the target.
     """
@@ -226,11 +233,47 @@ def initial_params(
                 params["layers"][i], target.params["layers"][layer], statistics.query_rms[i], statistics.key_rms[i]
             )
     _copy(params["fc_TDxD"], fc_TxExD.reshape(taps * e, d))
+    if config.markov_rank:
+        _copy(params["markov"]["w1_VxR"], token_components(target, config.markov_rank, seed))
+        _copy(params["markov"]["w2_VxR"], jnp.zeros((config.vocab_size, config.markov_rank)))
     return params
 
 
+def token_components(target: Target, rank: int, seed: int = 0) -> jax.Array:
+    """[V, R] float32: the principal components of the target's table, widest first, each of unit variance over tokens.
+
+    Directions that the table does not have are normal noise from the seed: a column of zeros on both sides of a Markov
+    head would never learn. With several processes all call this, and all get the first one's components.
+    """
+    layout = None if target.mesh is None else sharding.replicated(target.mesh)
+    table_VxE = target.params["embedding_VxD"].get_value()
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def moments(table_VxE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        table_VxE = table_VxE.astype(jnp.float32)
+        centred_VxE = table_VxE - table_VxE.mean(0, keepdims=True)
+        product_ExE = jnp.einsum("ve,vf->ef", centred_VxE, centred_VxE, precision=jax.lax.Precision.HIGHEST)
+        return table_VxE.mean(0, keepdims=True), product_ExE / len(table_VxE)
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def project(table_VxE: jax.Array, mean_1xE: jax.Array, scaled_ExR: np.ndarray) -> jax.Array:
+        return jnp.dot(table_VxE.astype(jnp.float32) - mean_1xE, scaled_ExR, precision=jax.lax.Precision.HIGHEST)
+
+    mean_1xE, covariance_ExE = moments(table_VxE)
+    variance_E, direction_ExE = np.linalg.eigh(np.asarray(covariance_ExE, np.float64))
+    variance_E, direction_ExE = variance_E[::-1], direction_ExE[:, ::-1]
+    has = min(rank, int(np.sum(variance_E > 1e-6 * variance_E[0])))  # below lies the rounding of float32
+    scaled_ExR = np.zeros((len(covariance_ExE), rank))
+    scaled_ExR[:, :has] = direction_ExE[:, :has] * variance_E[:has] ** -0.5
+    scaled_ExR = processes.array_of_the_first(scaled_ExR)
+    noise_VxR = np.random.default_rng(seed).normal(size=(len(table_VxE), rank)) * ~scaled_ExR.any(0)
+    return project(table_VxE, mean_1xE, scaled_ExR) + jnp.asarray(noise_VxR, jnp.float32)
+
+
 def deepened(trained: nnx.State, fresh: nnx.State) -> nnx.State:
-    """`fresh` with everything that `trained` has, a drafter with fewer layers and else alike; in place.
+    """`fresh` with everything that `trained` has, a drafter with fewer layers, or no Markov head, and else alike.
+
+    In place.
 
     The layers behind the trained ones keep what they read with and add nothing yet (output and down projections are
     zero), so that both drafters propose the same. Their first gradients reach the zeros, the next ones all of them

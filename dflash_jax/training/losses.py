@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax import sharding
 from dflash_jax.config import ConfigError
 from dflash_jax.models.transformer import softcap
 from dflash_jax.training.objectives import HARD, OBJECTIVES, Laws, LossConfig, dynamic_weights
+
+_PARTS = ("batch", None, "vocab")  # logical axes of what each shard of the rows adds up of [R, U]
 
 
 @struct.dataclass
@@ -67,6 +70,7 @@ class _Slots:
     """What the chunks are cut from; every array starts with [B, A]."""
 
     hidden_BxAxJxD: jax.Array
+    before_BxAxJxR: jax.Array | None
     teacher_BxAxJxD: jax.Array | None
     label_BxAxJ: jax.Array
     weight_BxAxJ: jax.Array
@@ -81,11 +85,33 @@ class _Heads:
 
 
 @struct.dataclass
+class Markov:
+    """What a Markov head adds to the logits of every slot, see `drafters.dflash.MarkovHead`.
+
+    Attributes:
+      before_BxAxJxR: of the token before each slot, the answer's own.
+      columns_RxU: over the draft vocabulary.
+    """
+
+    before_BxAxJxR: jax.Array
+    columns_RxU: jax.Array
+
+
+@struct.dataclass
 class _Sums:
     loss: jax.Array
     objective: dict[str, jax.Array]
     weight: jax.Array
     label_weight: jax.Array
+
+
+@struct.dataclass
+class _Grads:
+    """Of the loss; None what is not asked for or not there."""
+
+    hidden_BxAxJxD: jax.Array | None = None
+    before_BxAxJxR: jax.Array | None = None
+    columns_RxU: jax.Array | None = None
 
 
 def block_loss(
@@ -97,8 +123,9 @@ def block_loss(
     counts_BxAxJ: jax.Array,
     weight_BxAxJ: jax.Array,
     whole_head_DxV: jax.Array | None = None,
+    markov: Markov | None = None,
 ) -> LossSums:
-    """Sums of the loss over all slots, differentiable in `hidden_BxAxJxD` only (the head is frozen).
+    """Sums of the loss over all slots, differentiable in `hidden_BxAxJxD` and `markov` only (the head is frozen).
 
     Args:
       hidden_BxAxJxD: the drafter's normed states of slots 1 .. K-1.
@@ -111,6 +138,7 @@ def block_loss(
       weight_BxAxJ: their weights by position, positive (`position_weights`); ignored where counts is False.
       whole_head_DxV: the target's head over its whole vocabulary, where that is larger than the draft vocabulary and
         an objective asks what lies outside; None where the two are the same.
+      markov: None for a drafter without a Markov head.
     """
     if not math.config.needs_target:
         teacher_BxAxJxD = None
@@ -123,8 +151,9 @@ def block_loss(
     if not math.config.needs_whole_law:
         whole_head_DxV = None
     weight_BxAxJ = jnp.where(counts_BxAxJ, weight_BxAxJ, 0.0).astype(jnp.float32)
-    slots = _Slots(hidden_BxAxJxD, teacher_BxAxJxD, label_BxAxJ, weight_BxAxJ)
-    sums, correct_BxAxJ, agree_BxAxJ = _summed(math, slots, _Heads(head_DxU, whole_head_DxV))
+    before_BxAxJxR, columns_RxU = (None, None) if markov is None else (markov.before_BxAxJxR, markov.columns_RxU)
+    slots = _Slots(hidden_BxAxJxD, before_BxAxJxR, teacher_BxAxJxD, label_BxAxJ, weight_BxAxJ)
+    sums, correct_BxAxJ, agree_BxAxJ = _summed(math, slots, columns_RxU, _Heads(head_DxU, whole_head_DxV))
     # Leading correct slots: a slot that is not supervised (the answer is over) ends the chain.
     right_BxAxJ = correct_BxAxJ & counts_BxAxJ
     leading_BxAxJ = jnp.cumprod(right_BxAxJ.astype(jnp.int32), axis=-1)
@@ -144,29 +173,30 @@ def block_loss(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(math, slots, heads):
-    return _chunks(math, slots, heads, with_grad=False)[:3]
+def _summed(math, slots, columns_RxU, heads):
+    return _chunks(math, slots, columns_RxU, heads, with_grad=False)[:3]
 
 
-def _summed_fwd(math, slots, heads):
-    *results, grad_BxAxJxD = _chunks(math, slots, heads, with_grad=True)
-    return tuple(results), grad_BxAxJxD
+def _summed_fwd(math, slots, columns_RxU, heads):
+    *results, grads = _chunks(math, slots, columns_RxU, heads, with_grad=True)
+    return tuple(results), grads
 
 
-def _summed_bwd(math, grad_BxAxJxD, cotangents):
+def _summed_bwd(math, grads, cotangents):
     del math
     sums, _, _ = cotangents  # of anything but the loss there is no gradient: the rest are reports
-    return _Slots(grad_BxAxJxD * sums.loss.astype(grad_BxAxJxD.dtype), None, None, None), None
+    grads = jax.tree.map(lambda grad: grad * sums.loss.astype(grad.dtype), grads)
+    return _Slots(grads.hidden_BxAxJxD, grads.before_BxAxJxR, None, None, None), grads.columns_RxU, None
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _chunks(math, slots, heads, *, with_grad):
+def _chunks(math, slots, columns_RxU, heads, *, with_grad):
     """Walks over chunks of blocks; the batch axis stays whole, so a sharded batch stays where it is.
 
     Returns:
-      (sums, correct_BxAxJ, agree_BxAxJ, d loss / d hidden or None).
+      (sums, correct_BxAxJ, agree_BxAxJ, _Grads).
     """
     b, a, j = slots.label_BxAxJ.shape
     chunk = min(a, max(1, math.config.chunk_slots // (b * j)))
@@ -176,36 +206,54 @@ def _chunks(math, slots, heads, *, with_grad):
         pad = [(0, 0), (0, num_chunks * chunk - a)] + [(0, 0)] * (x.ndim - 2)  # of weight 0
         return jnp.pad(x, pad).reshape(b, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    def run(part):
-        return _one_chunk(math, part, heads, with_grad=with_grad)
+    # Each shard of the rows adds up its own part of the columns' gradient: they are summed once, behind the last chunk.
+    shards = sharding.batch_shards(b)
+    columns = None
+    if with_grad and columns_RxU is not None:
+        columns = sharding.constrain(jnp.zeros((shards, *columns_RxU.shape), jnp.float32), _PARTS)
 
-    def skip(part):
-        return _zeros(jax.eval_shape(run, part))
+    def run(carry, part):
+        sums, columns = carry
+        added, dz_BxAxJxU, *rest = _one_chunk(math, part, columns_RxU, heads, with_grad=with_grad)
+        if columns is not None:
+            before, dz = (x.reshape(shards, -1, x.shape[-1]) for x in (part.before_BxAxJxR, dz_BxAxJxU))
+            columns += _product(before, dz, (1,), (1,), (0,))
+            columns = sharding.constrain(columns, _PARTS)
+        return (jax.tree.map(jnp.add, sums, added), columns), rest
 
-    def body(sums, part):
+    def skip(carry, part):
+        return carry, _zeros(jax.eval_shape(run, carry, part)[1])
+
+    def body(carry, part):
         # Padding blocks lie at the end of their rows: chunks of nothing else are not computed.
-        added, *rest = jax.lax.cond(jnp.any(part.weight_BxAxJ > 0), run, skip, part)
-        return jax.tree.map(jnp.add, sums, added), rest
+        return jax.lax.cond(jnp.any(part.weight_BxAxJ > 0), run, skip, carry, part)
 
-    parts = jax.tree.map(split, slots)
-    first = _zeros(jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0])
-    sums, rest = jax.lax.scan(body, first, parts)
+    chunks = jax.tree.map(split, slots)
+    one = jax.tree.map(lambda x: x[0], chunks)
+    first = _zeros(jax.eval_shape(lambda part: _one_chunk(math, part, columns_RxU, heads, with_grad=False)[0], one))
+    (sums, columns), rest = jax.lax.scan(body, (first, columns), chunks)
 
     def join(x):
         return x.swapaxes(0, 1).reshape(b, num_chunks * chunk, *x.shape[3:])[:, :a]
 
-    return sums, *jax.tree.map(join, rest)
+    correct_BxAxJ, agree_BxAxJ, grads = jax.tree.map(join, rest)
+    if columns is not None:
+        grads = grads.replace(columns_RxU=columns.sum(0).astype(columns_RxU.dtype))
+    return sums, correct_BxAxJ, agree_BxAxJ, grads
 
 
 def _zeros(shapes):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _one_chunk(math, slots, heads, *, with_grad):
-    """(sums, correct, agree, d loss / d hidden or None) of one chunk."""
+def _one_chunk(math, slots, columns_RxU, heads, *, with_grad):
+    """(sums, d loss / d scores, correct, agree, _Grads of the slots) of one chunk; None what is not asked for."""
     hidden_BxAxJxD, label_BxAxJ, config = slots.hidden_BxAxJxD, slots.label_BxAxJ, math.config
     head_DxU = heads.draft_DxU.astype(hidden_BxAxJxD.dtype)
-    z_BxAxJxU = softcap(_logits(hidden_BxAxJxD, head_DxU) * math.output_multiplier, math.softcap)
+    score_BxAxJxU = _logits(hidden_BxAxJxD, head_DxU)
+    if columns_RxU is not None:
+        score_BxAxJxU += _logits(slots.before_BxAxJxR, columns_RxU)
+    z_BxAxJxU = softcap(score_BxAxJxU * math.output_multiplier, math.softcap)
     peak_BxAxJ = z_BxAxJxU.max(-1)
     lse_BxAxJ = _log_sum_exp(z_BxAxJxU, peak_BxAxJ)
     laws, known_BxAxJ = Laws(z_BxAxJxU, lse_BxAxJ, label_BxAxJ), label_BxAxJ >= 0
@@ -236,17 +284,16 @@ def _one_chunk(math, slots, heads, *, with_grad):
         dz_BxAxJxU += coefficient * by_logit_BxAxJxU
     sums = _Sums(loss, objective, weight_BxAxJ.sum(), jnp.sum(jnp.where(known_BxAxJ, weight_BxAxJ, 0.0)))
     if not with_grad:
-        return sums, correct_BxAxJ, agree_BxAxJ, None
+        return sums, None, correct_BxAxJ, agree_BxAxJ, _Grads()
 
     dz_BxAxJxU *= weight_BxAxJ[..., None]
     if math.softcap is not None:
         dz_BxAxJxU *= 1.0 - jnp.square(z_BxAxJxU / math.softcap)
-    dz_BxAxJxU *= math.output_multiplier
-    grad_BxAxJxD = jax.lax.dot_general(
-        dz_BxAxJxU.astype(hidden_BxAxJxD.dtype), head_DxU,
-        (((3,), (1,)), ((), ())), precision=_precision(hidden_BxAxJxD.dtype), preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    return sums, correct_BxAxJ, agree_BxAxJ, grad_BxAxJxD.astype(hidden_BxAxJxD.dtype)
+    dz_BxAxJxU = (dz_BxAxJxU * math.output_multiplier).astype(hidden_BxAxJxD.dtype)
+    grads = _Grads(_product(dz_BxAxJxU, head_DxU, (3,), (1,)).astype(dz_BxAxJxU.dtype))
+    if columns_RxU is not None:
+        grads = grads.replace(before_BxAxJxR=_product(dz_BxAxJxU, columns_RxU, (3,), (1,)).astype(dz_BxAxJxU.dtype))
+    return sums, dz_BxAxJxU, correct_BxAxJ, agree_BxAxJ, grads
 
 
 def _teacher_logits(math, teacher_BxAxJxD, head_DxU):
@@ -259,10 +306,14 @@ def _log_sum_exp(z_BxAxJxU, peak_BxAxJ):
 
 
 def _logits(hidden_BxAxJxD, head_DxU):
+    return _product(hidden_BxAxJxD, head_DxU, (3,), (0,))
+
+
+def _product(x, y, over_x, over_y, beside=()):
+    """Contracted over these axes, in float32; `beside` are axes of both that stay."""
     return jax.lax.dot_general(
-        hidden_BxAxJxD, head_DxU, (((3,), (0,)), ((), ())),
-        precision=_precision(hidden_BxAxJxD.dtype), preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        x, y, ((over_x, over_y), (beside, beside)), precision=_precision(x.dtype), preferred_element_type=jnp.float32
+    )
 
 
 def _precision(dtype) -> jax.lax.Precision | None:

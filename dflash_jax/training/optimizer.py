@@ -12,6 +12,7 @@ import optax
 from optax import contrib
 
 from dflash_jax.config import ConfigError
+from dflash_jax.drafters.dflash import TABLES
 
 ADAMW, MUON = "adamw", "muon"
 
@@ -38,11 +39,11 @@ class OptimizerConfig:
     """AdamW or Muon with global-norm clipping and a linear warm-up into a cosine.
 
     Attributes:
-      kind: "adamw", or "muon" for the matrices (`MATRICES`) and AdamW for norm scales and biases.
+      kind: "adamw", or "muon" for the matrices (`MATRICES`) and AdamW for norm scales, biases and tables.
       learning_rate: the peak, the same for Muon and AdamW. warmup_steps: from 0 to the peak.
       final_fraction: of the peak, reached at total_steps and kept.
       b1, b2, eps: AdamW's. momentum: Muon's.
-      weight_decay: on matrices, not on norm scales or biases.
+      weight_decay: on matrices and tables, not on norm scales or biases.
       ema_decay: of the parameters' exponential moving average, by optimiser step; 0 keeps none. See `moving_average`.
     """
 
@@ -157,7 +158,8 @@ def _kinds(params: Any) -> Any:
     def kind(path: Any, x: Any) -> str:
         if _name(path) in MATRICES:
             return MUON
-        if getattr(x, "ndim", 0) > 1 and not _is_bias(path):
+        # A step sees few rows of a table, and an orthogonal step would move all of them (speculators issue 1066).
+        if getattr(x, "ndim", 0) > 1 and not _is_bias(path) and _name(path) not in TABLES:
             raise ConfigError(
                 f"optimizer.kind = 'muon' does not know the matrix form of {jax.tree_util.keystr(path)}; add it to "
                 "optimizer.MATRICES, or set optimizer.kind to 'adamw'"

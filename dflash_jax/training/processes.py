@@ -99,7 +99,13 @@ def of_the_first(numbers: Sequence[float]) -> tuple[float, ...]:
     """The first process's numbers, in float32."""
     if jax.process_count() == 1:
         return tuple(numbers)
-    return tuple(float(x) for x in multihost_utils.broadcast_one_to_all(np.asarray(numbers, np.float32)))
+    return tuple(map(float, array_of_the_first(np.asarray(numbers))))
+
+
+def array_of_the_first(array: np.ndarray) -> np.ndarray:
+    """The first process's array, in float32; all have one of the same shape."""
+    array = np.asarray(array, np.float32)
+    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
 def share(items: Sequence[T], mesh: Mesh | None) -> Sequence[T]:

@@ -21,7 +21,7 @@ from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training import processes
 from dflash_jax.training.anchors import gather_rows, sample_anchors, slot_labels
 from dflash_jax.training.block_forward import REMAT, block_forward
-from dflash_jax.training.losses import HeadMath, LossSums, block_loss
+from dflash_jax.training.losses import HeadMath, LossSums, Markov, block_loss
 from dflash_jax.training.objectives import LossConfig, position_weights
 from dflash_jax.training.optimizer import OptimizerConfig, moving_average, schedule
 
@@ -227,13 +227,21 @@ def make_loss(
         # Slot o of anchor a predicts token a + o, which the target predicts from position a + o - 1.
         s = token_BxS.shape[1]
         offset_J = jnp.arange(k - 1, dtype=jnp.int32)
-        teacher_BxAxJxD = None
-        if config.loss.needs_target:
-            index_BxAxJ = jnp.minimum(anchor_BxA[..., None] + offset_J[None, None], s - 1)
-            teacher_BxAxJxD = gather_rows(hidden_BxSxD, index_BxAxJ)
+        index_BxAxJ = jnp.minimum(anchor_BxA[..., None] + offset_J[None, None], s - 1)
+        teacher_BxAxJxD = gather_rows(hidden_BxSxD, index_BxAxJ) if config.loss.needs_target else None
 
         working = jax.tree.map(lambda x: x.astype(dtype), params)
         drafter = nnx.merge(drafter_graphdef, working)
+        markov = None
+        if drafter.markov is not None:
+            # Rows of the masters: the gradient of a row is summed over all slots that it came before, in their dtype.
+            masters = nnx.merge(drafter_graphdef, params).markov
+            before_BxAxJxR = masters.before(gather_rows(token_BxS, index_BxAxJ)).astype(dtype)
+            columns_RxU = masters.columns(frozen.shared.draft_to_target_V).astype(dtype)
+            markov = Markov(
+                sharding.constrain(before_BxAxJxR, ("batch", None, None, None)),
+                sharding.constrain(columns_RxU, (None, "vocab")),
+            )
         hidden_BxAxKxD = block_forward(
             drafter,
             frozen.shared,  # rows of the table are cast once they are read, as in serving
@@ -249,7 +257,7 @@ def make_loss(
         weight_BxAxJ = jnp.broadcast_to(position_weights(config.loss, k)[None, None], label_BxAxJ.shape)
         return block_loss(
             math, hidden_BxAxKxD[:, :, 1:], teacher_BxAxJxD, frozen.shared.head_DxV,
-            label_BxAxJ, counts_BxAxJ, weight_BxAxJ, frozen.whole_head_DxV,
+            label_BxAxJ, counts_BxAxJ, weight_BxAxJ, frozen.whole_head_DxV, markov,
         )  # fmt: skip
 
     def features(frozen: Frozen, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:

@@ -190,6 +190,8 @@ def test_the_targets_own_head_serves_the_whole_vocabulary(models, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "to", "message"),
     [
+        ({"markov_rank": 3}, "speculators", "markov_rank is 3, which the speculators format can not hold"),
+        ({"markov_rank": 3}, "zlab_old", "markov_rank is 3, which the old spelling"),
         ({"embedding_scale": 4.0}, "speculators", "embedding_scale is 4.0, which the speculators format can not hold"),
         ({"output_multiplier": 0.5}, "speculators", "output_multiplier is 0.5"),
         ({"final_logit_softcap": 30.0}, "speculators", "final_logit_softcap is 30.0"),

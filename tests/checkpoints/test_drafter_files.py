@@ -146,6 +146,41 @@ def test_projections_to_another_width_come_back_bit_for_bit_and_nobody_else_take
         load_drafter(directory, target(hidden_size=24))
 
 
+def test_a_markov_head_comes_back_bit_for_bit_and_nobody_else_takes_it(tmp_path):
+    config = dataclasses.replace(CONFIG, markov_rank=3)
+    directory = export(tmp_path / "d", config, dtype=jnp.float32)
+    stored = load_file(directory / "model.safetensors")
+    assert stored["markov_head.markov_w1.weight"].shape == stored["markov_head.markov_w2.weight"].shape == (40, 3)
+    assert len(stored) == 5 + 11 * 2
+    hf = json.loads((directory / "config.json").read_text())
+    assert hf["architectures"] == ["DFlashMarkovDraftModel"] and hf["dflash_jax"] == {"markov_rank": 3}
+    assert "auto_map" not in hf
+    loaded = load_drafter(directory, target())
+    assert loaded.config == config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, random_params(config))
+    np.testing.assert_array_equal(loaded.shared.markov_RxV, stored["markov_head.markov_w2.weight"].T)
+    both = dataclasses.replace(config, target_hidden_size=24)
+    directory = export(tmp_path / "both", both, draft_to_target=USED_IDS)
+    assert "DFlashProjectedMarkovDraftModel" in (directory / "config.json").read_text()
+    loaded = load_drafter(directory, target(hidden_size=24))
+    assert loaded.config == both
+    np.testing.assert_array_equal(loaded.shared.markov_RxV, loaded.params["markov"]["w2_VxR"][...][USED_IDS].T)
+    assert load_drafter(directory, target(hidden_size=24), draft_vocab=False).shared.markov_RxV.shape == (3, 40)
+
+    broken = {
+        "architecture DFlashMarkovDraftModel and that field belong": {"architectures": ["DFlashDraftModel"]},
+        "architecture DFlashMarkovDraftModel and that": {"architectures": ["DFlashProjectedMarkovDraftModel"]},
+        r"has no target_hidden_size or markov_rank: .* DFlashMarkovDraftModel and": {"dflash_jax": {}},
+        "markov_rank is 0, must be at least 1": {"dflash_jax": {"markov_rank": 0}},
+        "markov_rank is set: that belongs to DSpark": {"markov_rank": 3},
+    }
+    for i, (message, change) in enumerate(broken.items()):
+        directory = export(tmp_path / f"{i}", config)
+        edit(directory, config=lambda hf, change=change: hf.update(change))
+        with pytest.raises(ConfigError, match=message):
+            load_drafter(directory, target())
+
+
 def test_the_dtype_is_the_targets_unless_given(tmp_path):
     export(tmp_path / "d", params=random_params(CONFIG, jnp.bfloat16))
     low = dataclasses.replace(target(), dtype=jnp.bfloat16)

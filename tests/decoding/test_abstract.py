@@ -1,5 +1,7 @@
 """The abstract decode step is the real one: same shapes, dtypes and layouts as an engine's, leaf by leaf."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,20 +32,20 @@ def described(tree):
 
 
 @pytest.mark.parametrize(
-    ("axes", "page_size", "logits_rules"),
+    ("axes", "page_size", "logits_rules", "markov_rank"),
     [
-        (None, None, True),
-        ({"data": 2, "tensor": 2, "expert": 2}, 16, False),
-        ({"fsdp": 2, "tensor": 4}, None, True),
+        (None, None, True, 4),
+        ({"data": 2, "tensor": 2, "expert": 2}, 16, False, 0),
+        ({"fsdp": 2, "tensor": 4}, None, True, 4),
     ],
 )
-def test_same_as_an_engine(axes, page_size, logits_rules):
+def test_same_as_an_engine(axes, page_size, logits_rules, markov_rank):
     mesh = None if axes is None else sharding.make_mesh(**axes)
-    target = random_target(TARGET, mesh=mesh)
-    drafter = random_drafter(DRAFTER, target)
+    target, config = random_target(TARGET, mesh=mesh), dataclasses.replace(DRAFTER, markov_rank=markov_rank)
+    drafter = random_drafter(config, target)
     engine = Engine(target, drafter, batch=4, max_length=64, page_size=page_size, logits_rules=logits_rules)
     abstract = abstract_step(
-        TARGET, DRAFTER, mesh, dtype=jnp.float32, batch=4, capacity=engine.capacity, page_size=page_size,
+        TARGET, config, mesh, dtype=jnp.float32, batch=4, capacity=engine.capacity, page_size=page_size,
         logits_rules=logits_rules,
     )  # fmt: skip
     for name, real in (("weights", engine.weights), ("state", engine.state), ("rules", engine.rules)):

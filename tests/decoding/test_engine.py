@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from answers import Answer, collect, mixed_prompts, run
 from flax import nnx
-from golden_cases import load_golden
+from golden_cases import golden_with_markov_head, load_golden
 from scripted import BROKEN, FILLER, script_table, scripted_drafter, scripted_target, wrong_at
 
 from dflash_jax import sharding
@@ -66,6 +66,17 @@ def test_b19_sixteen_rows_are_sixteen_lonely_rows():
     assert len(requests()) == 16
     assert max(max(a.acceptance, default=0) for a in alone()) == 4  # the drafter does something
     assert run(golden_engine(16), requests()) == alone()
+
+
+def test_b19_with_a_markov_head_too():
+    """Another draft, the same answers; and as many are kept in company as alone."""
+    target, drafter = golden_with_markov_head(CASE, tuple(range(5, 90)))
+    single, batched = (Engine(target, drafter, batch=batch, max_length=128) for batch in (1, 16))
+    answers = run(single, requests())
+    assert run(batched, requests()) == answers
+    assert [a.token_ids for a in answers] == [a.token_ids for a in alone()]
+    assert [a.acceptance for a in answers] != [a.acceptance for a in alone()]
+    assert max(max(a.acceptance, default=0) for a in answers) > 1
 
 
 def test_b19_rows_may_be_permuted():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from answers import CountCompilations, mixed_prompts, run
 from flax import nnx
-from golden_cases import load_golden
+from golden_cases import golden_with_markov_head, load_golden
 
 from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import bind_drafter
@@ -24,9 +24,9 @@ MESHES = [(8, 1), (2, 4), (1, 8)]
 
 
 @functools.cache
-def placed(data: int, tensor: int) -> tuple[Target, Drafter]:
+def placed(data: int, tensor: int, markov: bool = False) -> tuple[Target, Drafter]:
     """The golden pair laid out on a mesh; (1, 1) is no mesh at all."""
-    target, drafter, _ = load_golden(CASE)
+    target, drafter = golden_with_markov_head(CASE) if markov else load_golden(CASE)[:2]
     if data * tensor == 1:
         return target, drafter
     mesh = sharding.make_mesh(data, tensor)
@@ -93,6 +93,14 @@ def test_b93_answers_drafts_and_caches_are_those_of_one_device(data, tensor):
     np.testing.assert_allclose(logits, logits_BxKxV, atol=1e-4)
     for ours, expected in zip(cached, rows, strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+def test_b93_a_markov_head_on_a_mesh():
+    target, drafter = golden_with_markov_head(CASE)
+    answers = run(Engine(target, drafter, batch=7, max_length=128), requests())
+    assert [a.token_ids for a in answers] == [a.token_ids for a in one_device()[0]]
+    assert [a.acceptance for a in answers] != [a.acceptance for a in one_device()[0]]
+    assert run(Engine(*placed(2, 4, True), batch=7, max_length=128), requests()) == answers
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Sampled decoding through the engine: the law of what comes out, and whose randomness it is."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -79,6 +80,9 @@ def sampled(case: str, proposal: str | None) -> tuple[np.ndarray, np.ndarray]:
     target, drafter = pair()
     if proposal is None:
         drafter = None
+    elif proposal == "walked":
+        config = dataclasses.replace(drafter.config, markov_rank=4)
+        drafter, proposal = random_drafter(config, target, seed=4), "drawn"
     elif proposal == "argmax":  # a random drafter's best is next to never kept; this one is right where greedy
         drafter = scripted_drafter(script_table([PROMPT], [greedy_answer()], VOCAB), 4, target.config.num_layers)
     engine = Engine(
@@ -92,7 +96,7 @@ def sampled(case: str, proposal: str | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("proposal", [None, "argmax", "drawn"])
+@pytest.mark.parametrize("proposal", [None, "argmax", "drawn", "walked"])
 def test_b42_three_tokens_have_the_targets_law(case, proposal):
     counts, committed = sampled(case, proposal)
     assert chi_square(counts, exact_law(case)) > 1e-4

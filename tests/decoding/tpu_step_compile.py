@@ -33,7 +33,7 @@ def programs(mesh: Mesh, page_size: int | None):
     target = TargetConfig("llama", num_layers=2, layer_types=(FULL, SLIDING), sliding_window=100, **SHAPE)
     drafter = DrafterConfig(
         num_layers=1, layer_types=(FULL,), block_size=8, mask_token_id=1, target_layer_ids=(0, 1),
-        num_target_layers=2, **SHAPE,
+        num_target_layers=2, markov_rank=0 if page_size is None else 32, **SHAPE,
     )  # fmt: skip
 
     def abstract(**options):

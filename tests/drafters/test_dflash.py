@@ -290,6 +290,72 @@ def test_b27_drawn_proposals_carry_the_capped_law():
     np.testing.assert_allclose(proposal.proposal_BxMxV[:, 1:], expected, atol=1e-5)
 
 
+def obvious_walk(drafter: Drafter, hidden_KxD, root: int, choose) -> list[tuple[int, np.ndarray]]:
+    """(token, logits over the draft vocabulary) of each slot, one after another, by a Markov head."""
+    ids_U = np.asarray(drafter.shared.draft_to_target_V)
+    w1_VxR, w2_VxR = (np.asarray(drafter.params["markov"][name].get_value()) for name in ("w1_VxR", "w2_VxR"))
+    walked, before = [], root
+    for hidden_D in np.asarray(hidden_KxD)[1:]:
+        score_U = hidden_D @ np.asarray(drafter.shared.head_DxV) + w2_VxR[ids_U] @ w1_VxR[before]
+        logits_U = 1.5 * np.tanh(0.5 * score_U / 1.5)
+        before = int(ids_U[choose(len(walked), logits_U)])
+        walked.append((before, logits_U))
+    return walked
+
+
+def test_a_markov_head_is_walked_token_by_token():
+    """Greedy, pruned, with a multiplier and a cap; every row from its own root."""
+    config = tiny_config(layer_types=(FULL,), markov_rank=5, output_multiplier=0.5, final_logit_softcap=1.5)
+    drafter = random_drafter(config, tiny_target(), seed=1, draft_to_target=np.arange(3, 20))
+    proposal, hidden, changed = jax.jit(propose_walked, static_argnums=0)(
+        drafter.graphdef, drafter.params, drafter.shared, empty_cache(config, 6), jnp.arange(4, 10), None, None
+    )
+    assert proposal.proposal_BxMxV is None and changed
+    for row, root in enumerate(range(4, 10)):
+        walked = obvious_walk(drafter, hidden[row], root, lambda _, logits_U: logits_U.argmax())
+        assert proposal.token_BxM[row].tolist() == [root, *(token for token, _ in walked)]
+
+
+def test_drawn_tokens_of_a_markov_head_carry_their_law_given_the_tokens_before():
+    config = tiny_config(layer_types=(FULL,), markov_rank=5, output_multiplier=0.5, final_logit_softcap=1.5)
+    drafter = random_drafter(config, tiny_target(), seed=1, draft_to_target=np.arange(3, 20))
+    rows, temperature_B = 4000, jnp.asarray([0.7, 0.0] * 2000)
+    proposal, hidden, _ = jax.jit(propose_walked, static_argnums=0)(
+        drafter.graphdef, drafter.params, drafter.shared, empty_cache(config, rows), jnp.full((rows,), 9),
+        temperature_B, jax.random.split(jax.random.key(0), rows),
+    )  # fmt: skip
+    token_BxM, law_BxMxV = np.asarray(proposal.token_BxM), np.asarray(proposal.proposal_BxMxV)
+    for row in range(40):
+        drafted = iter(token_BxM[row, 1:] - 3)
+        walked = obvious_walk(drafter, hidden[row], 9, lambda slot, logits_U, drafted=drafted: next(drafted))
+        for slot, (_, logits_U) in enumerate(walked, 1):
+            law_U = np.asarray(jax.nn.softmax(logits_U / 0.7)) if row % 2 == 0 else np.eye(17)[logits_U.argmax()]
+            np.testing.assert_allclose(law_BxMxV[row, slot, 3:20], law_U, atol=1e-5)
+            assert law_BxMxV[row, slot].sum() == pytest.approx(1, abs=1e-5)
+    # What was drawn has that law: the last slot, whose law differs from row to row.
+    expected_V, found_V = law_BxMxV[::2, 3].sum(0), np.bincount(token_BxM[::2, 3], minlength=24)
+    seen = expected_V > 0
+    assert (found_V[~seen] == 0).all()
+    off = (found_V - expected_V)[seen] / np.sqrt(expected_V[seen])
+    assert np.square(off).sum() < 45  # 17 outcomes: one in ten thousand lies above
+    assert np.square((found_V - law_BxMxV[::2, 1].sum(0))[seen] / np.sqrt(expected_V[seen])).sum() > 200
+
+
+def test_a_markov_head_that_is_not_bound_is_refused():
+    drafter = random_drafter(tiny_config(markov_rank=5), tiny_target())
+    with pytest.raises(ValueError, match=r"needs shared\.markov_RxV \(bind_drafter\)"):
+        nnx.merge(drafter.graphdef, drafter.params).logits(shared_weights(tiny_target()), jnp.zeros((1, 2, 16)))
+
+
+def propose_walked(graphdef, params, shared, cache, root_B, temperature_B, key_B):
+    """(draft, states of the block, whether the Markov head changes an argmax)."""
+    module = nnx.merge(graphdef, params)
+    draft = module.propose(shared, cache, root_B, temperature_B, key_B, 4)
+    hidden_BxKxD = module.block_hidden(shared, cache, module.block_tokens(root_B, 4))
+    alone_BxJ = shared.draft_to_target_V[(hidden_BxKxD[:, 1:] @ shared.head_DxV).argmax(-1)]
+    return draft, hidden_BxKxD, (draft.token_BxM[:, 1:] != alone_BxJ).any()
+
+
 def test_b27_the_scale_is_rounded_to_the_dtype_first():
     config = tiny_config(embedding_scale=7.3)
     module = DFlash(config, jnp.bfloat16, nnx.Rngs(0))

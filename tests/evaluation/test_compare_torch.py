@@ -6,6 +6,7 @@ interpreter DFLASH_JAX_TORCH_PYTHON names.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -91,6 +92,14 @@ def test_interpreters_without_torch_are_refused():
         compare_torch.check_python("/no/such/python")
     with pytest.raises(ConfigError, match=r"can not run the worker \(.*\); in an environment of its own: pip install"):
         compare_torch.check_python("false")
+
+
+@pytest.mark.parametrize("field", ["markov_rank", "target_hidden_size"])
+def test_drafters_with_modules_that_the_reference_has_not_are_refused(field):
+    config = pair()[1].config
+    compare_torch.check_drafter("one", config)
+    with pytest.raises(ConfigError, match=f"drafter is 'one', which has {field} = 7"):
+        compare_torch.check_drafter("one", dataclasses.replace(config, **{field: 7}))
 
 
 def test_disagreements_are_named():

@@ -112,12 +112,22 @@ def test_states_and_chunks():
     assert more.bytes - far.bytes == state + kv + logits
 
 
+DRAFTER = DrafterConfig(
+    num_layers=1, layer_types=(FULL,), block_size=8, mask_token_id=1, target_layer_ids=(0, 1), num_target_layers=2,
+    **SHAPE,
+)  # fmt: skip
+
+
+def test_a_markov_head_is_read_once_a_drafted_token():
+    walked, plain = (
+        round_work(DENSE, dataclasses.replace(DRAFTER, markov_rank=rank), LOAD, Placement()) for rank in (6, 0)
+    )
+    assert walked.bytes - plain.bytes == 7 * 2 * 6 * V
+    assert walked.flops - plain.flops == 2 * 32 * 6 * V
+
+
 def test_a_drafter_is_added():
-    drafter = DrafterConfig(
-        num_layers=1, layer_types=(FULL,), block_size=8, mask_token_id=1, target_layer_ids=(0, 1), num_target_layers=2,
-        **SHAPE,
-    )  # fmt: skip
-    work, alone = round_work(DENSE, drafter, LOAD, Placement()), round_work(DENSE, None, LOAD, Placement())
+    work, alone = round_work(DENSE, DRAFTER, LOAD, Placement()), round_work(DENSE, None, LOAD, Placement())
     own = 2 * D * D + ATTENTION + 2 * 8 + MLP + NORMS + 2 * D + D * V  # fc, layer with q and k norms, norms, head
     assert work.bytes - alone.bytes == 2 * own + 4 * 1000 * 2 * 16 * 2 + 8 * 32 * V
     assert work.layers == 3

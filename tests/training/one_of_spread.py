@@ -46,6 +46,7 @@ def run(
         stop_after=STEPS, eval_every=2, save_every=2, save_every_minutes=None, export_weights="ema"
     )  # fmt: skip
     config.mesh = {"data": 1, **axes}
+    config.drafter.markov_rank = 3
     config.step.update(accumulation=1, scan_target="fsdp" in axes)
     if target != "dense":
         config.drafter.init_layers = ()  # experts and recurrent layers are nothing that a drafter could copy

@@ -113,7 +113,11 @@ def block_terms(
     """
     drafter = nnx.merge(graphdef, params)
     hidden_KxE = one_block(drafter, shared, row["tokens_S"], row["taps_SxTD"], anchor, len(counts) + 1)
-    logits_KxU = drafter.logits(shared, hidden_KxE[None])[0]
+    before_K = None
+    if drafter.markov is not None:
+        before_K = row["tokens_S"][jnp.asarray([anchor - 1 + o for o in range(len(counts) + 1)])]
+        shared = shared.replace(markov_RxV=drafter.markov.columns(shared.draft_to_target_V))
+    logits_KxU = drafter.logits(shared, hidden_KxE[None], None if before_K is None else before_K[None])[0]
     id_U = jnp.arange(head_DxV.shape[1]) if shared.draft_to_target_V is None else shared.draft_to_target_V
     probability, values = [], []
     for o, supervised in enumerate(counts, 1):

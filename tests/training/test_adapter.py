@@ -15,7 +15,7 @@ from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.responses import Sample
 from dflash_jax.decoding.generate import generate
 from dflash_jax.models.target import random_target
-from dflash_jax.training.adapter import ADAPTER, with_trunk_of
+from dflash_jax.training.adapter import ADAPTER, check_section, configured_drafter, with_trunk_of
 from dflash_jax.training.corpus import TrainingData
 from dflash_jax.training.loop import train
 from tests.training import toy
@@ -67,6 +67,26 @@ def test_a_frozen_trunk_stays_bit_for_bit_and_the_adapter_learns(first_drafter, 
     assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
     with pytest.raises(ConfigError, match="num_target_layers is 4, the target's num_layers is 5"):
         load_drafter(tmp_path / "export", toy.target())
+
+
+def test_a_frozen_trunk_keeps_its_markov_head_and_another_vocabulary_can_not_have_it(tmp_path):
+    config = toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None, markov_rank=4)
+    theirs = toy.drafter(config, seed=5)[1]
+    directory = export_drafter(tmp_path / "drafter", config, theirs, dtype=jnp.float32)
+    run = experiment(directory, markov_rank=None, draft_vocab_size=30)
+    target = second_target()
+    train(run, tmp_path / "run", target=target, data=toy.data(), evaluate=None)
+    made = load_drafter(tmp_path / "run" / "export", target, dtype=jnp.float32)
+    assert made.config.markov_rank == 4 and made.shared.markov_RxV.shape == (4, 30)
+    for name in ("w1_VxR", "w2_VxR"):
+        kept = theirs["markov"][name].get_value().astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(made.params["markov"][name].get_value(), kept)
+    with pytest.raises(ConfigError, match="has markov_rank = 4, this run has 0"):
+        configured_drafter(experiment(directory, markov_rank=0).drafter, target.config)
+    with pytest.raises(ConfigError, match=r"a Markov head \(markov_rank = 4\) over the 48 ids .* this target has 64"):
+        configured_drafter(experiment(directory, markov_rank=None).drafter, of_another_family().config)
+    with pytest.raises(ConfigError, match=r"drafter\.markov_rank is -1, must be at least 0"):
+        check_section(experiment(directory, markov_rank=-1).drafter)
 
 
 WIDE, LARGER_VOCAB, OTHER_MASK = 24, 64, 5

@@ -104,6 +104,42 @@ def test_a_drafter_on_a_target_of_another_width_equals_the_slow_reference():
     assert all(jnp.abs(grads[name][...]).max() > 0 for name in ("embed_projection_ExD", "head_projection_DxE"))
 
 
+@pytest.mark.parametrize("pruned", [True, False])
+def test_a_drafter_with_a_markov_head_equals_the_slow_reference(pruned):
+    config = toy.drafter_config(markov_rank=5, output_multiplier=0.7, final_logit_softcap=6.0)
+    graphdef, params = toy.drafter(config)
+    batch, held, loss_config = toy.batch(rows=2), frozen(pruned), LossConfig(MIXTURE, "dpace", chunk_slots=6)
+    run = loss_and_grad(loss_config, 2, None, graphdef, config)
+    (value, _), grads = run(params, held, toy.feed(batch))
+    expected, _, expected_grads = slow_reference.loss_and_gradient(
+        graphdef, params, held.shared, frozen(False).shared.head_DxV, batch, chosen_anchors(batch, 2),
+        config.block_size, loss_config, held.target_to_draft_V,
+    )  # fmt: skip
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert_trees_close(grads, expected_grads, 1e-5)
+    assert all(jnp.abs(grads["markov"][name][...]).max() > 0 for name in ("w1_VxR", "w2_VxR"))
+    outside = np.setdiff1d(np.arange(toy.VOCAB), DRAFT_IDS)
+    assert jnp.abs(grads["markov"]["w2_VxR"][...][outside]).max() > 0 or pruned
+    assert not pruned or not grads["markov"]["w2_VxR"][...][outside].any()
+
+
+def test_gradients_of_a_markov_heads_rows_are_summed_in_float32():
+    """Half of the text is one token: summed in bfloat16 the gradient of its row stalls at a fraction."""
+    config = toy.drafter_config(markov_rank=5)
+    graphdef, params = toy.drafter(config)
+    batch = toy.batch(rows=8, length=80, starts=(2,) * 8, ends=(80,) * 8)
+    batch["tokens_BxS"][:, ::2] = 7
+    held, fed, gradients = frozen(False), toy.feed(batch), []
+    for dtype in ("float32", "bfloat16"):
+        step = StepConfig(60, config.block_size, LossConfig("hard", "uniform", chunk_slots=2000), compute_dtype=dtype)
+        loss = make_loss(step, graphdef, config, toy.target_config())
+        grads = jax.jit(jax.grad(lambda params, loss=loss: loss(params, KEY, held, fed).loss))(params)
+        gradients.append(np.asarray(grads["markov"]["w1_VxR"][...]))
+    exact, rounded = gradients
+    assert np.abs(exact[7]).max() > 5 * np.abs(np.delete(exact, 7, 0)).max()
+    np.testing.assert_allclose(rounded[7], exact[7], atol=0.03 * np.abs(exact[7]).max())
+
+
 def test_a_loss_that_needs_the_whole_head_of_a_pruned_vocabulary_says_so():
     held = frozen(True).replace(whole_head_DxV=None)
     with pytest.raises(ConfigError, match=r"'acceptance': 1.0.*pass Frozen.whole_head_DxV"):

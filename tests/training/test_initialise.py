@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dflash_jax.checkpoints.export_drafter import export_drafter
-from dflash_jax.checkpoints.load_drafter import shared_weights
+from dflash_jax.checkpoints.load_drafter import load_drafter, shared_weights
 from dflash_jax.config import FULL, SLIDING, ConfigError, LatentConfig
 from dflash_jax.models.whole_rows import forward_rows
 from dflash_jax.training.from_config import first_params
@@ -150,6 +150,45 @@ def test_a_deeper_drafter_starts_as_the_one_that_it_goes_on_from(tmp_path):
         first_params(
             run, TARGET, dataclasses.replace(deep, layer_types=(SLIDING, FULL, FULL, FULL), sliding_window=6), sizes
         )
+
+
+def test_a_markov_head_starts_as_no_change_and_learns(tmp_path):
+    config = toy.drafter_config(layer_types=(FULL, FULL), sliding_window=None)
+    made = export_drafter(tmp_path / "made", config, toy.drafter(config)[1])
+    losses = []
+    for rank in (0, 6):
+        run = toy.experiment(stop_after=4, save_every=4)
+        run.drafter.update(init_from=str(made), init_layers=(2, 4), markov_rank=rank)
+        workdir = tmp_path / str(rank)
+        train(run, workdir, target=TARGET, data=toy.data(), evaluate=None)
+        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=1e-6)
+    assert abs(losses[0][3] / losses[1][3] - 1) > 1e-4
+    drafter = load_drafter(workdir / "export", TARGET)
+    assert drafter.config.markov_rank == 6 and drafter.params["markov"]["w2_VxR"].get_value().any()
+    # A run may go on from it, but not into a drafter without the head.
+    run.drafter.init_from = str(workdir / "export")
+    again = first_params(run, TARGET, drafter.config, None)
+    jax.tree.map(np.testing.assert_array_equal, again, drafter.params)
+    with pytest.raises(ConfigError, match="has markov_rank = 6, this run has 0"):
+        first_params(run, TARGET, dataclasses.replace(drafter.config, markov_rank=0), None)
+
+
+def test_a_markov_head_knows_tokens_by_the_principal_components_of_the_table(statistics):
+    rank = toy.HIDDEN + 4  # more than the table has
+    params = initial_params(dataclasses.replace(CONFIG, markov_rank=rank), TARGET, statistics)
+    w1 = np.asarray(params["markov"]["w1_VxR"].get_value())
+    missing, w1 = w1[:, toy.HIDDEN :], w1[:, : toy.HIDDEN]
+    np.testing.assert_allclose(w1.T @ w1 / len(w1), np.eye(toy.HIDDEN), atol=1e-4)  # of unit variance, not correlated
+    assert (missing.std(0) > 0.6).all() and (missing.std(0) < 1.4).all()  # noise: zeros would never learn
+    np.testing.assert_allclose(w1.mean(0), 0, atol=1e-5)
+    table = np.asarray(TARGET.params["embedding_VxD"].get_value(), np.float64)
+    spread = np.linalg.eigvalsh(np.cov(table.T, bias=True))[::-1]
+    first = (table - table.mean(0)) @ np.linalg.lstsq(table - table.mean(0), w1[:, 0], rcond=None)[0]
+    np.testing.assert_allclose(first, w1[:, 0], atol=1e-4)  # made of the table
+    along = np.linalg.lstsq(table - table.mean(0), w1[:, 0], rcond=None)[0]
+    np.testing.assert_allclose(np.linalg.norm(along) ** -2, spread[0], rtol=1e-3)  # along its widest direction
 
 
 def test_wrong_initialisations_are_refused_by_name(statistics):

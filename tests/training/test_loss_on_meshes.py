@@ -22,7 +22,7 @@ from dflash_jax.training.step import Frozen, StepConfig, make_loss, put_batch
 from tests.training import slow_reference, toy
 
 KEY = jax.random.key(8)
-CONFIG = toy.drafter_config()
+CONFIG = toy.drafter_config(markov_rank=4)
 GRAPHDEF, PARAMS = toy.drafter(CONFIG)
 CAP = 6.0
 DRAFT_IDS = np.sort(np.random.default_rng(5).permutation(toy.VOCAB)[:32]).astype(np.int32)

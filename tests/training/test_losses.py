@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.config import ConfigError
-from dflash_jax.training.losses import HeadMath, block_loss
+from dflash_jax.training.losses import HeadMath, Markov, block_loss
 from dflash_jax.training.objectives import OBJECTIVES, LossConfig
 from tests.training import slow_reference
 
@@ -29,9 +29,12 @@ def inputs(dtype=jnp.float32):
     return hidden, teacher, head, jnp.asarray(label), jnp.asarray(counts), jnp.asarray(weight)
 
 
-def dense(math, hidden, teacher, head, label, counts, weight, whole_head=None):
+def dense(math, hidden, teacher, head, label, counts, weight, whole_head=None, markov=None):
     """All logits at once, each objective by its definition, loss and gradient by autodiff."""
-    raw = jnp.einsum("bajd,du->baju", hidden.astype(jnp.float32), head.astype(jnp.float32)) * math.output_multiplier
+    raw = jnp.einsum("bajd,du->baju", hidden.astype(jnp.float32), head.astype(jnp.float32))
+    if markov is not None:
+        raw += jnp.einsum("bajr,ru->baju", markov.before_BxAxJxR, markov.columns_RxU)
+    raw *= math.output_multiplier
     z = raw if math.softcap is None else math.softcap * jnp.tanh(raw / math.softcap)
     whole_head = head if whole_head is None else whole_head
     t = jnp.einsum("bajd,du->baju", teacher.astype(jnp.float32), whole_head.astype(jnp.float32))
@@ -105,6 +108,28 @@ def test_each_objective_on_a_part_of_the_targets_vocabulary(objective):
     (part, _), _ = chunked_with_grad(math, *args)
     (true, _), _ = chunked_with_grad(math, *args, whole)
     assert (part != true) == (objective in ("total_variation", "acceptance"))
+
+
+@pytest.mark.parametrize("chunk_anchors", [2, A])
+def test_a_markov_heads_bias_and_its_gradients_equal_the_dense_ones(chunk_anchors):
+    rng, args = np.random.default_rng(2), inputs()
+    markov = Markov(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, A, J, 4), (4, U))))
+    config = LossConfig(MIXTURE, chunk_slots=chunk_anchors * B * J)
+    math = dataclasses.replace(MIXED, config=config)
+
+    def chunked(hidden, markov):
+        return block_loss(math, hidden, *args[1:], markov=markov).loss
+
+    def whole(hidden, markov):
+        return dense(math, hidden, *args[1:], markov=markov)[0]
+
+    (value, grads), (expected, expected_grads) = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(args[0], markov) for f in (chunked, whole)
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert jnp.abs(theirs).max() > 1e-2
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_b92_chunked_equals_dense_in_bfloat16():

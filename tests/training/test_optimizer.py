@@ -12,7 +12,7 @@ from flax import nnx
 
 from dflash_jax.checkpoints.load_drafter import shared_weights
 from dflash_jax.config import ConfigError
-from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.drafters.dflash import TABLES, DFlash
 from dflash_jax.models.target import place
 from dflash_jax.sharding import make_mesh
 from dflash_jax.training.checkpointing import Checkpoints, flatten
@@ -22,7 +22,7 @@ from dflash_jax.training.optimizer import MATRICES, OptimizerConfig, make_optimi
 from dflash_jax.training.step import Frozen, StepConfig, init_state, make_loss, make_train_step, put_batch
 from tests.training import toy
 
-CONFIG = toy.drafter_config(attention_bias=True)
+CONFIG = toy.drafter_config(attention_bias=True, markov_rank=4)
 GRAPHDEF, PARAMS = toy.drafter(CONFIG)
 TARGET = toy.target()
 MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, warmup_steps=0, total_steps=100, weight_decay=0.1)
@@ -83,20 +83,20 @@ def test_each_matrix_is_made_orthogonal_on_its_own_and_brought_to_adams_size():
     assert seen == set(MATRICES) - {"embed_projection_ExD", "head_projection_DxE"}
 
 
-def test_norm_scales_and_biases_are_adams():
+def test_norm_scales_biases_and_tables_are_adams():
     gradient = random_gradient()
     muon, adam = first_update(MUON, gradient), first_update(ADAMW, gradient)
     others = [path for path in muon if path.split("'")[-2] not in MATRICES]
-    assert any("bias" in path for path in others) and any("scale" in path for path in others)
+    assert all(any(name in path for path in others) for name in ("bias", "scale", *TABLES))
     for path in others:
         np.testing.assert_array_equal(muon[path], adam[path], err_msg=path)
 
 
 @pytest.mark.parametrize("config", [MUON, ADAMW], ids=["muon", "adamw"])
-def test_matrices_decay_and_nothing_else(config):
+def test_matrices_and_tables_decay_and_nothing_else(config):
     nothing = jax.tree.map(jnp.zeros_like, PARAMS)
     for path, update in first_update(config, nothing).items():
-        decayed = path.split("'")[-2] in MATRICES
+        decayed = path.split("'")[-2] in (*MATRICES, *TABLES)
         np.testing.assert_allclose(update, -1e-3 * named(PARAMS)[path] if decayed else 0.0, rtol=1e-5, err_msg=path)
 
 

@@ -24,7 +24,7 @@ from dflash_jax.training.step import Frozen, StepConfig, make_loss, put_batch
 from tests.training import toy
 
 KEY = jax.random.key(5)
-CONFIG = toy.drafter_config()
+CONFIG = toy.drafter_config(markov_rank=4)
 GRAPHDEF, PARAMS = toy.drafter(CONFIG)
 # Every kind of layer whose sight or memory a neighbour could enter.
 MIXED = toy.target_config(

@@ -45,7 +45,7 @@ WRONG = [
     ("optimizer.warmup_steps", 1.5, "optimizer.warmup_steps is 1.5, must be a whole number"),
     ("run.log_every", "x", "run.log_every is 'x', must be a whole number"),
     ("run.stop_after", 0, "run.stop_after is 0"),
-    ("run.export_weights", "ema", "run.export_weights is 'ema', but optimizer.ema_decay is 0"),
+    ("optimizer.ema_decay", 0.0, "run.export_weights is 'ema', but optimizer.ema_decay is 0"),
     ("run.profile_steps", (1.5, 2), "run.profile_steps is"),
     ("evaluation.max_tokens", 1, "evaluation.max_tokens is 1, must be at least 2"),
     ("evaluation.block_size", 9, "evaluation.block_size is 9, must be at most drafter.block_size = 4"),
