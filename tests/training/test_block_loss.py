@@ -104,11 +104,10 @@ def test_a_drafter_on_a_target_of_another_width_equals_the_slow_reference():
     assert all(jnp.abs(grads[name][...]).max() > 0 for name in ("embed_projection_ExD", "head_projection_DxE"))
 
 
-@pytest.mark.parametrize("pruned", [True, False])
-def test_a_drafter_with_a_markov_head_equals_the_slow_reference(pruned):
+def test_a_drafter_with_a_markov_head_equals_the_slow_reference():
     config = toy.drafter_config(markov_rank=5, output_multiplier=0.7, final_logit_softcap=6.0)
     graphdef, params = toy.drafter(config)
-    batch, held, loss_config = toy.batch(rows=2), frozen(pruned), LossConfig(MIXTURE, "dpace", chunk_slots=6)
+    batch, held, loss_config = toy.batch(rows=2), frozen(True), LossConfig(MIXTURE, "dpace", chunk_slots=6)
     run = loss_and_grad(loss_config, 2, None, graphdef, config)
     (value, _), grads = run(params, held, toy.feed(batch))
     expected, _, expected_grads = slow_reference.loss_and_gradient(
@@ -118,9 +117,7 @@ def test_a_drafter_with_a_markov_head_equals_the_slow_reference(pruned):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert_trees_close(grads, expected_grads, 1e-5)
     assert all(jnp.abs(grads["markov"][name][...]).max() > 0 for name in ("w1_VxR", "w2_VxR"))
-    outside = np.setdiff1d(np.arange(toy.VOCAB), DRAFT_IDS)
-    assert jnp.abs(grads["markov"]["w2_VxR"][...][outside]).max() > 0 or pruned
-    assert not pruned or not grads["markov"]["w2_VxR"][...][outside].any()
+    assert not grads["markov"]["w2_VxR"][...][np.setdiff1d(np.arange(toy.VOCAB), DRAFT_IDS)].any()
 
 
 def test_gradients_of_a_markov_heads_rows_are_summed_in_float32():

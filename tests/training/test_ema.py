@@ -1,6 +1,8 @@
 """The moving average of the parameters (B96): once an update, float32, in the checkpoint's one transaction."""
 
 import json
+import pathlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +177,14 @@ def test_b96_the_average_is_resumed_exactly_and_exported_when_asked_for(tmp_path
     np.testing.assert_array_equal(measured[0], fc_of(average))  # what is measured is what is exported
 
 
+def wait_for_writes(folder: pathlib.Path) -> None:
+    """Until nothing is written any more: threads of a failed save may be at it still, which a crash would have ended."""
+    before, now = None, ()
+    while before != now:
+        before, now = now, sorted(str(path) for path in folder.rglob("*"))
+        time.sleep(0.3)
+
+
 def test_b96_a_crash_between_parameters_and_average_leaves_no_checkpoint(tmp_path, monkeypatch):
     """Parameters are on disk already when the average's write fails: the step does not exist."""
     optimizer = make_optimizer(OptimizerConfig(ema_decay=0.9))
@@ -200,6 +210,7 @@ def test_b96_a_crash_between_parameters_and_average_leaves_no_checkpoint(tmp_pat
     assert any(name.startswith(".params") for name in written)
     begun = [path for path in tmp_path.iterdir() if path.name.startswith("2")]
     assert sum(file.stat().st_size for path in begun for file in path.rglob("*") if file.is_file()) > 10_000
+    wait_for_writes(tmp_path)
 
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest == 1

@@ -94,7 +94,7 @@ def test_the_recipe_fits_the_real_target():
         head_dim=64, max_positions=8192, layer_types=("full_attention",) * 30,
     )  # fmt: skip
     draft = configured_drafter(config.drafter, architecture)
-    assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 2
+    assert draft.target_layer_ids == (1, 8, 15, 22, 28) and draft.layer_types == ("full_attention",) * 3
 
 
 def test_b36_a_mask_that_ends_answers_or_pads_is_refused_before_training(tmp_path):
