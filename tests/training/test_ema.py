@@ -178,7 +178,7 @@ def test_b96_the_average_is_resumed_exactly_and_exported_when_asked_for(tmp_path
 
 
 def wait_for_writes(folder: pathlib.Path) -> None:
-    """Until nothing is written any more: threads of a failed save may be at it still, which a crash would have ended."""
+    """Until nothing is written any more: threads of a failed save may go on, which a crash would have ended."""
     before, now = None, ()
     while before != now:
         before, now = now, sorted(str(path) for path in folder.rglob("*"))
