@@ -28,6 +28,7 @@ from typing import Any
 from absl import flags, logging
 
 from dflash_jax import command_line
+from dflash_jax.checkpoints.drafter_config import own_modules
 from dflash_jax.checkpoints.export_target import export_target
 from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter
 from dflash_jax.checkpoints.load_target import load_target
@@ -65,13 +66,11 @@ def check_drafter(source: str, config: DrafterConfig) -> None:
     Raises:
       ConfigError: names the module.
     """
-    for field in ("markov_rank", "target_hidden_size"):
-        if getattr(config, field):
-            raise ConfigError(
-                f"drafter is {source!r}, which has {field} = {getattr(config, field)}: the reference implementation of "
-                "DFlash has no such module; name a drafter that it can load, such as "
-                "--config.drafter=asset:smollm2-135m-dflash"
-            )
+    for field, value in own_modules(config).items():
+        raise ConfigError(
+            f"drafter is {source!r}, which has {field} = {value}: the reference implementation of DFlash has no such "
+            "module; name a drafter that it can load, such as --config.drafter=asset:smollm2-135m-dflash"
+        )
 
 
 def compare(config: BenchmarkConfig, workdir: pathlib.Path, python: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a drafter for SmolLM2-135M-Instruct gains from each choice: the recipe with one thing changed at a time.
+"""What a drafter for SmolLM2-135M-Instruct gains from each choice: one thing changed at a time.
 
     python train.py --config=configs/smollm2_135m_ablations.py:natural --workdir=runs/natural
     python -m dflash_jax.training.sweep --config=configs/smollm2_135m_ablations.py --workdir=runs/ablations --run

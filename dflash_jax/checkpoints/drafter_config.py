@@ -245,8 +245,13 @@ def drafter_config_to_hf(config: DrafterConfig, dtype_name: str) -> dict[str, An
     }
 
 
+def own_modules(config: DrafterConfig) -> dict[str, int]:
+    """The fields that give a drafter modules which only this program knows, where they are set."""
+    return {field: getattr(config, field) for field in _MODULES if getattr(config, field)}
+
+
 def _architecture(config: DrafterConfig) -> dict[str, Any]:
-    ours = {field: getattr(config, field) for field in _MODULES if getattr(config, field)}
+    ours = own_modules(config)
     if ours:
         return {"architectures": [_with_modules(ours)], OURS: ours}
     return {"architectures": [_ARCHITECTURE], "auto_map": {"AutoModel": f"dflash.{_ARCHITECTURE}"}}

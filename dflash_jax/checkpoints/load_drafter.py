@@ -166,7 +166,7 @@ def bind_drafter(
     """A `Drafter` from a module that is there already, as after training."""
     shared = shared_weights(target, draft_to_target)
     if config.markov_rank:
-        columns_RxU = _markov_columns(target.mesh)(graphdef, params, shared.draft_to_target_V)
+        columns_RxU = _markov_columns(graphdef, params, shared.draft_to_target_V, target.mesh)
         shared = shared.replace(markov_RxV=columns_RxU)
     return Drafter(
         graphdef=graphdef,
@@ -179,19 +179,14 @@ def bind_drafter(
     )
 
 
-@functools.cache
-def _markov_columns(mesh: Mesh | None) -> Callable[[nnx.GraphDef, nnx.State, jax.Array | None], jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _markov_columns(graphdef: nnx.GraphDef, params: nnx.State, ids_U: jax.Array | None, mesh: Mesh | None) -> jax.Array:
     """A Markov head's columns as the head's are laid out: gathered once, so that no step does it."""
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def columns(graphdef: nnx.GraphDef, params: nnx.State, ids_U: jax.Array | None) -> jax.Array:
-        columns_RxU = nnx.merge(graphdef, params).markov.columns(ids_U)
-        if mesh is None:
-            return columns_RxU
-        layout = sharding.named_sharding(mesh, (None, "vocab"), columns_RxU.shape)
-        return jax.lax.with_sharding_constraint(columns_RxU, layout)
-
-    return columns
+    columns_RxU = nnx.merge(graphdef, params).markov.columns(ids_U)
+    if mesh is None:
+        return columns_RxU
+    layout = sharding.named_sharding(mesh, (None, "vocab"), columns_RxU.shape)
+    return jax.lax.with_sharding_constraint(columns_RxU, layout)
 
 
 def random_drafter(

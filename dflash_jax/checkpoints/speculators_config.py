@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.checkpoints.drafter_config import drafter_config_to_hf
+from dflash_jax.checkpoints.drafter_config import drafter_config_to_hf, own_modules
 from dflash_jax.config import FULL, SLIDING, ConfigError, DrafterConfig, TargetConfig
 
 VERSION = "0.9.0"  # of the package whose fields these are
@@ -102,8 +102,7 @@ def speculators_config(
       ConfigError: the drafter needs something that the format does not have; names the field.
     """
     refused = {
-        "target_hidden_size": config.target_hidden_size is not None,
-        "markov_rank": config.markov_rank > 0,
+        **dict.fromkeys(own_modules(config), True),
         "embedding_scale": config.embedding_scale not in (None, 1.0),
         "output_multiplier": config.output_multiplier != 1.0,
         "final_logit_softcap": config.final_logit_softcap not in (None, 0.0),
