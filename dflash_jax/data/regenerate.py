@@ -17,7 +17,8 @@ from dflash_jax.data.conversations import encode_conversation, encode_prompt
 from dflash_jax.data.prompts import Prompt
 from dflash_jax.data.responses import Response, ResponseStore, conversation_id, fingerprint, rendering_fingerprint
 from dflash_jax.data.turns import Talk
-from dflash_jax.decoding.engine import Engine, Request, capacity_bucket
+from dflash_jax.decoding.engine import Engine, Request
+from dflash_jax.decoding.sizes import capacity_bucket
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 

@@ -21,6 +21,7 @@ from dflash_jax.decoding.cache import PageAllocator, make_cache, make_states
 from dflash_jax.decoding.logits_rules import LOGITS_AXES, make_logits_rules
 from dflash_jax.decoding.request import MAX_STOP_IDS, Request, check_request, is_whole
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE, Sampling, make_sampling, row_keys
+from dflash_jax.decoding.sizes import PrefillSizes, capacity_bucket, power_of_two_at_least, power_of_two_at_most
 from dflash_jax.decoding.step import (
     Admission,
     DecodeState,
@@ -39,8 +40,6 @@ from dflash_jax.decoding.step import (
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.models.transformer import layer_specs
-
-CAPACITY_BUCKETS = (128, 256, 512, 1024)  # then multiples of 1024
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,18 +70,6 @@ class Event:
     index: int
     token_ids: list[int]
     finish_reason: str | None
-
-
-def capacity_bucket(length: int, max_positions: int) -> int:
-    """The smallest bucket that holds `length` rows: cache sizes, and so programs, are few."""
-    for bucket in CAPACITY_BUCKETS:
-        if length <= bucket:
-            return min(bucket, max_positions)
-    return min(-(-length // 1024) * 1024, max_positions)
-
-
-def power_of_two_at_least(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def check_max_length(max_length: int | None, target: Target) -> int:
@@ -116,8 +103,8 @@ class Engine:
       page_size: None for the contiguous cache, else slots a page.
       num_pages: of the pool (paged only), rounded up to a multiple of the mesh's data axis; None: enough for
         every row at max_length. With fewer, prompts wait until there are pages for them and their answers.
-      prefill_chunk_size: prompt tokens of one prefill call. None: 128 on CPU (XLA's bfloat16 products of 64 rows
-        take longer than those of 128), 512 elsewhere.
+      prefill_chunk_size: prompt tokens of one prefill call; the end of a prompt is taken in smaller ones (see
+        `PrefillSizes`). None: 128 on CPU, 512 elsewhere.
       lookahead: calls dispatched before the host reads the first of them. None: 0 on CPU, where a wasted
         round costs as much as a used one, 1 elsewhere.
       rounds_per_call: rounds that the device does without the host (see `step.steps`); their tokens come at once.
@@ -170,7 +157,7 @@ class Engine:
         if page_size is not None:
             self.capacity = -(-self.capacity // page_size) * page_size
         self.max_length = max_length
-        self.chunk = min(prefill_chunk_size, self.capacity)
+        self.prefill_sizes = PrefillSizes.of(min(prefill_chunk_size, self.capacity), on_cpu)
         self.lookahead, self.rounds_per_call = lookahead, rounds_per_call
         target_skeleton, target_leaves = Skeleton.of(target.graphdef, target.params)
         drafter_skeleton = drafter_leaves = shared = None
@@ -396,9 +383,9 @@ class Engine:
         hidden = self._put(np.zeros((rows, self.target.config.hidden_size), np.float32).astype(dtype))
         states = make_states(layer_specs(self.target.config), rows, dtype, self.target.mesh)
         prefill = Prefill(self._put(np.zeros(rows, np.int32)), hidden, states)
-        for start in range(0, int(length_A.max()), self.chunk):
-            token = np.zeros((rows, self.chunk), np.int32)
-            count = np.clip(length_A - start, 0, self.chunk).astype(np.int32)
+        for start, width in self.prefill_sizes.pieces(int(length_A.max())):
+            token = np.zeros((rows, width), np.int32)
+            count = np.clip(length_A - start, 0, width).astype(np.int32)
             for i, request in enumerate(requests):
                 if count[i]:
                     token[i, : count[i]] = request.prompt_ids[start : start + count[i]]
@@ -465,8 +452,12 @@ class Engine:
         try:
             while queue or self.active_rows:
                 wanted = min(len(queue), self.free_rows)
-                # A prefill call costs the same for one row as for a few: wait for some unless nothing else runs.
-                if wanted and (wanted >= min(len(queue), max(1, self.batch // 8)) or not self.active_rows):
+                # A prefill call costs the same for one row as for a few: wait for some unless nothing else runs. Its
+                # rows are padded to a power of two: while others run, what exceeds one may as well come next.
+                few = power_of_two_at_most(max(1, self.batch // 8))
+                if wanted and (wanted >= min(len(queue), few) or not self.active_rows):
+                    if self.active_rows and wanted > few:
+                        wanted = power_of_two_at_most(wanted)
                     seats = self._seat(itertools.islice(queue, wanted))
                     if not seats and not self.active_rows:
                         yield from self.admit([queue[0]])  # says why it never fits

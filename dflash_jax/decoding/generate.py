@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from dflash_jax.checkpoints.tokenizer import StreamDecoder, Tokenizer
-from dflash_jax.decoding.engine import Engine, Event, capacity_bucket, check_max_length, power_of_two_at_least
+from dflash_jax.decoding.engine import Engine, Event, check_max_length
 from dflash_jax.decoding.request import Request, check_request, is_whole
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE, check_seed
+from dflash_jax.decoding.sizes import capacity_bucket, power_of_two_at_least
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 

@@ -21,7 +21,7 @@ from absl import logging
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.config import ConfigError
-from dflash_jax.decoding.engine import capacity_bucket
+from dflash_jax.decoding.sizes import capacity_bucket
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.evaluation.methods import PLAIN, EngineMethod, Method, first_difference
 from dflash_jax.evaluation.near_ties import explain

@@ -7,7 +7,8 @@
 //
 // The query rows that share a KV head are the lanes of registers while scores are made (a key's channels are
 // multiplied with all of them), and values are mixed with channels as lanes, so nothing is summed across a register.
-// A row's result depends on its own inputs alone: not on other rows of the batch, nor on threads.
+// A row's result depends on its own inputs alone: not on other rows of the batch, nor on threads. A long block, a chunk
+// of a prompt, is cut into kSlots tokens at a time, and tiles that none of them sees are left out.
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +21,7 @@
 namespace {
 
 constexpr int kTile = 32;           // keys of a tile; a multiple of kKeys
+constexpr int64_t kSlots = 16;      // tokens of a row that are taken together; a longer block is cut
 constexpr int kKeys = 8;            // keys whose scores are in registers at a time
 constexpr float kMasked = -1e30f;   // as MASKED and PEAK_FLOOR in block_attention.py: with nothing visible all weights
 constexpr float kPeakFloor = -1e29f;  // are exp(kMasked - kPeakFloor) = 0
@@ -63,7 +65,7 @@ struct Attention {
   int64_t M, N, G, H, V, P, S, T, E;
   float scale, softcap;  // 0: no cap
 
-  void Unit(int64_t b, int64_t g) const;
+  void Unit(int64_t b, int64_t g, int64_t begin) const;
 };
 
 // What one row and KV head has at hand; kept by its thread, since a call has no time to allocate.
@@ -106,8 +108,9 @@ void Mix(int64_t lanes, int64_t width, const float* scores, const float* shrink,
 
 constexpr decltype(&Mix<1>) kMix[] = {nullptr, Mix<1>, Mix<2>, Mix<3>, Mix<4>, Mix<5>, Mix<6>, Mix<7>, Mix<8>};
 
-void Attention::Unit(int64_t b, int64_t g) const {
-  const int64_t R = N / G, rows = R * M;  // row r * M + m
+// Tokens begin to begin + kSlots of row b, and the query heads of KV head g.
+void Attention::Unit(int64_t b, int64_t g, int64_t begin) const {
+  const int64_t R = N / G, tokens = std::min(kSlots, M - begin), rows = R * tokens;  // row r * tokens + m
   const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes, width = (V + kLanes - 1) / kLanes * kLanes;
   thread_local Scratch at;
   at.Lay(lanes, rows, H, width);
@@ -117,9 +120,9 @@ void Attention::Unit(int64_t b, int64_t g) const {
   std::fill_n(at.peak, lanes, kPeakFloor);
   std::fill_n(at.sum, lanes, 0.0f);
   for (int64_t r = 0; r < R; ++r) {
-    for (int64_t m = 0; m < M; ++m) {
-      const int64_t row = r * M + m, head = g * R + r;
-      const float* from = q + ((b * M + m) * N + head) * H;
+    for (int64_t m = 0; m < tokens; ++m) {
+      const int64_t row = r * tokens + m, head = g * R + r;
+      const float* from = q + ((b * M + begin + m) * N + head) * H;
       for (int64_t h = 0; h < H; ++h) at.q[h * lanes + row] = from[h];
       if (sinks != nullptr) {  // a key of its own, without a value
         at.peak[row] = std::max(kPeakFloor, sinks[head]);
@@ -156,9 +159,9 @@ void Attention::Unit(int64_t b, int64_t g) const {
     }
     if (masked) {
       for (int t = 0; t < count; ++t) {
-        for (int64_t m = 0; m < M; ++m) {
+        for (int64_t m = 0; m < tokens; ++m) {
           if (visible(t, m)) continue;
-          for (int64_t r = 0; r < R; ++r) at.scores[t * lanes + r * M + m] = kMasked;
+          for (int64_t r = 0; r < R; ++r) at.scores[t * lanes + r * tokens + m] = kMasked;
         }
       }
     }
@@ -184,10 +187,10 @@ void Attention::Unit(int64_t b, int64_t g) const {
     }
   };
 
-  const int32_t *firsts = first + b * M, *pages = table + b * T;
-  const int64_t end = std::min<int64_t>(length[b], T * S), latest = *std::max_element(firsts, firsts + M);
+  const int32_t *firsts = first + b * M + begin, *pages = table + b * T;
+  const int64_t end = std::min<int64_t>(length[b], T * S), latest = *std::max_element(firsts, firsts + tokens);
   // Tiles begin at multiples of kTile, whatever the tokens see, so that each of them gets the sums that it gets alone.
-  for (int64_t c = *std::min_element(firsts, firsts + M) / kTile * kTile; c < end; c += kTile) {
+  for (int64_t c = *std::min_element(firsts, firsts + tokens) / kTile * kTile; c < end; c += kTile) {
     const int count = std::min<int64_t>(kTile, end - c);
     int64_t page = c / S, inside = c % S;
     for (int t = 0; t < count; ++t, ++inside) {
@@ -198,9 +201,13 @@ void Attention::Unit(int64_t b, int64_t g) const {
     }
     tile(count, latest > c, [&](int t, int64_t m) { return firsts[m] <= c + t; });
   }
-  const bool* sees = mask + (E == 1 ? 0 : b) * M * M;
+  const bool* sees = mask + ((E == 1 ? 0 : b) * M + begin) * M;
   for (int64_t c = 0; c < M; c += kTile) {
     const int count = std::min<int64_t>(kTile, M - c);
+    const auto seen = [&](int64_t m) { return std::memchr(sees + m * M + c, 1, count) != nullptr; };
+    int64_t m = 0;
+    while (m < tokens && !seen(m)) ++m;
+    if (m == tokens) continue;  // would change nothing: half of the tiles of a prompt's chunk
     for (int t = 0; t < count; ++t) {
       const int64_t slot = (b * G + g) * M + c + t;
       keys[t] = k_block + slot * H;
@@ -210,10 +217,10 @@ void Attention::Unit(int64_t b, int64_t g) const {
   }
 
   for (int64_t r = 0; r < R; ++r) {
-    for (int64_t m = 0; m < M; ++m) {
-      const int64_t row = r * M + m;
+    for (int64_t m = 0; m < tokens; ++m) {
+      const int64_t row = r * tokens + m;
       const float total = std::max(at.sum[row], 1e-30f), *from = at.mixed + row * width;
-      float* to = out + ((b * M + m) * N + g * R + r) * V;
+      float* to = out + ((b * M + begin + m) * N + g * R + r) * V;
       for (int64_t c = 0; c < V; ++c) to[c] = from[c] / total;
     }
   }
@@ -237,10 +244,14 @@ ffi::Error Run(ffi::ThreadPool pool, Tensor4 q, Tensor4 k, Tensor4 v, ffi::Buffe
                           v_block.typed_data(), length.typed_data(), first.typed_data(), mask.typed_data(),
                           num_sinks ? sinks.typed_data() : nullptr, out->typed_data(),
                           M, N, G, H, V, P, S, T, E, scale, softcap};
+  const int64_t cuts = (M + kSlots - 1) / kSlots, units = B * G * cuts;
   int64_t bytes = 0;
   for (int64_t b = 0; b < B; ++b) bytes += (call.length[b] + M) * G * (H + V) * sizeof(float);
-  const int64_t threads = std::max<int64_t>(1, std::min({pool.num_threads(), bytes / kThreadBytes, B * G}));
-  ShareOut(pool, threads, B * G, [call, G](int64_t i) { call.Unit(i / G, i % G); });
+  const int64_t threads = std::max<int64_t>(1, std::min({pool.num_threads(), bytes * cuts / kThreadBytes, units}));
+  ShareOut(pool, threads, units, [call, B, G, cuts](int64_t i) {
+    const int64_t row_and_head = i % (B * G), cut = cuts - 1 - i / (B * G);  // the last first: they see the most
+    call.Unit(row_and_head / G, row_and_head % G, cut * kSlots);
+  });
   return ffi::Error::Success();
 }
 

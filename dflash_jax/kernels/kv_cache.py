@@ -17,8 +17,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import AbstractMesh, Mesh
 
 from dflash_jax.config import DeltaConfig
+from dflash_jax.kernels import dispatch
 from dflash_jax.kernels.delta_rule import RecurrentInputs, RecurrentState, commit, empty_state
 
 
@@ -149,6 +151,16 @@ def write(cache: KVCache, rows: BlockKV, first_layer: int, count_B: jax.Array) -
 def advance(cache: KVCache, count_B: jax.Array) -> KVCache:
     """Commits count_B rows that were written behind the length of each row."""
     return cache.replace(length_B=jnp.minimum(cache.length_B + count_B, cache.capacity))
+
+
+def storage_dtype(dtype: jnp.dtype, mesh: Mesh | AbstractMesh | None = None) -> jnp.dtype:
+    """The dtype that rows are kept in: the model's own, but float32 for bf16 models on CPU.
+
+    XLA's CPU backend has no bf16 scatter: it converts the whole cache to float32 and back at every write
+    (180 ms a round at eight rows of 512, against 0.2 ms in float32). The rows are rounded to bf16 either way.
+    """
+    on_cpu = dispatch.platform(mesh) == "cpu"
+    return jnp.dtype(jnp.float32) if dtype == jnp.bfloat16 and on_cpu else jnp.dtype(dtype)
 
 
 def abstract_layers(

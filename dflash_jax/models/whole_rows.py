@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.kernels.kv_cache import KVCache, abstract_layers, empty_states
+from dflash_jax.kernels import dispatch
+from dflash_jax.kernels.kv_cache import KVCache, abstract_layers, empty_states, storage_dtype
 from dflash_jax.models.attention import BlockContext, causal
 from dflash_jax.models.scanned import StackedTarget, run_layers
 from dflash_jax.models.transformer import Forward, Transformer, layer_specs
@@ -42,7 +43,7 @@ def forward_rows(
         config, dtype = target.config, target.embedding_VxD.dtype
     specs = layer_specs(config)
     # One slot that no one sees (length 0): attention wants a context of at least one.
-    shapes = abstract_layers(specs, b, 1, dtype)
+    shapes = abstract_layers(specs, b, 1, storage_dtype(dtype, dispatch.context_mesh(None)))
     k, v = (tuple(jnp.zeros(x.shape, x.dtype) for x in side) for side in shapes)
     nothing = KVCache(k, v, None, jnp.zeros((b,), jnp.int32), empty_states(specs, b, dtype))
     visibility = causal(s)

@@ -8,10 +8,11 @@ from typing import Any
 
 from dflash_jax.config import ConfigError
 from dflash_jax.data.conversations import encode_prompt
-from dflash_jax.decoding.engine import Engine, capacity_bucket
+from dflash_jax.decoding.engine import Engine
 from dflash_jax.decoding.generate import Delta, deltas
 from dflash_jax.decoding.request import Request
 from dflash_jax.decoding.sampling import MIN_TEMPERATURE
+from dflash_jax.decoding.sizes import capacity_bucket
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.serving.config import DrafterSection, GenerationSection
@@ -27,7 +28,7 @@ class Session:
     """Answers prompts one at a time; compiled programs and caches are kept between them.
 
     A cache has the capacity that prompt and answer need, in buckets: each new bucket compiles its own programs
-    (`prepare`), and every prompt that fits runs on what is there.
+    (`prepare`), and every prompt that fits runs on what is there, but for the first with a long end (`PrefillSizes`).
 
     Args:
       target, drafter: drafter None: plain decoding only.
@@ -59,6 +60,7 @@ class Session:
         self._logit_bias = generation.bias(target.config.vocab_size)
         self._make_engine = make_engine
         self._engines: dict[tuple[str, int], Engine] = {}
+        self._rehearsed: set[tuple[str, int, int]] = set()  # mode, capacity, tokens of the prompt
 
     def block_size(self, mode: str) -> int:
         """Tokens of a target call in a round."""
@@ -104,12 +106,14 @@ class Session:
 
     def is_prepared(self, mode: str, request: Request) -> bool:
         """Whether the programs that this request needs are compiled."""
-        return (mode, self._capacity(request)) in self._engines
+        key = (mode, self._capacity(request))
+        return key in self._engines and not self._unrehearsed(key, self._engines[key], request)
 
     def prepare(self, mode: str, request: Request) -> Engine:
         """The engine for a request, its programs compiled and run once."""
         key = (mode, self._capacity(request))
-        if key not in self._engines:
+        engine = self._engines.pop(key, None)  # back when all went well: a call that was broken off spoils it
+        if engine is None:
             engine = self._make_engine(
                 self.target,
                 self.drafter if mode == DFLASH else None,
@@ -119,15 +123,22 @@ class Session:
                 proposal=self.options.proposal,
                 logits_rules=bool(request.logits_rules()),
             )
+        for length in self._unrehearsed(key, engine, request):
             # Two rounds at least: the second runs on what the first left, in the layout it left it in.
-            size = min(2 * engine.block_size + 1, key[1] - 1)
+            size = min(2 * engine.block_size + 1, key[1] - length)
             rehearsal = dataclasses.replace(
-                request, prompt_ids=list(request.prompt_ids[:1]), max_tokens=size, stop_token_ids=()
+                request, prompt_ids=list(request.prompt_ids[:1]) * length, max_tokens=size, stop_token_ids=()
             )
             for _ in engine.run([rehearsal]):
                 pass
-            self._engines[key] = engine
-        return self._engines[key]
+            self._rehearsed.add((*key, length))
+        self._engines[key] = engine
+        return engine
+
+    def _unrehearsed(self, key: tuple[str, int], engine: Engine, request: Request) -> list[int]:
+        """Lengths of prompts that go through the programs of this request that have not run yet."""
+        lengths = engine.prefill_sizes.rehearsals(len(request.prompt_ids))
+        return [length for length in lengths if (*key, length) not in self._rehearsed]
 
     def stream(self, mode: str, request: Request) -> Iterator[Delta]:
         """The pieces of an answer as they come. An answer that is not read to its end costs its engine's cache."""

@@ -15,7 +15,7 @@ from scripted import BROKEN, FILLER, script_table, scripted_drafter, scripted_ta
 from dflash_jax import sharding
 from dflash_jax.config import FULL, SLIDING, RopeConfig, TargetConfig
 from dflash_jax.decoding import engine as engine_module
-from dflash_jax.decoding.engine import Engine, capacity_bucket, timed_events
+from dflash_jax.decoding.engine import Engine, timed_events
 from dflash_jax.decoding.generate import generate
 from dflash_jax.decoding.request import Request
 from dflash_jax.kernels.kv_cache import context
@@ -355,9 +355,6 @@ def test_timed_events_are_in_order():
 
 
 def test_capacities_are_few():
-    assert [capacity_bucket(n, 5000) for n in (1, 128, 129, 1000, 1025, 4097, 9999)] == [
-        128, 128, 256, 1024, 2048, 5000, 5000,
-    ]  # fmt: skip
     target = scripted_target(script_table([], []))
     assert Engine(target, max_length=100).capacity == 128
     assert Engine(target, max_length=100, page_size=48).capacity == 144
