@@ -187,33 +187,37 @@ void Attention::Unit(int64_t b, int64_t g, int64_t begin) const {
     }
   };
 
+  // Keys in the order of their positions, the context's and then the block's, in tiles that begin at multiples of kTile
+  // whatever the tokens see: a token gets the sums that it gets alone, and those that it gets when the tokens before it
+  // have moved from the block into the cache. So verifying a chain gives the bits of plain decoding.
   const int32_t *firsts = first + b * M + begin, *pages = table + b * T;
-  const int64_t end = std::min<int64_t>(length[b], T * S), latest = *std::max_element(firsts, firsts + tokens);
-  // Tiles begin at multiples of kTile, whatever the tokens see, so that each of them gets the sums that it gets alone.
-  for (int64_t c = *std::min_element(firsts, firsts + tokens) / kTile * kTile; c < end; c += kTile) {
-    const int count = std::min<int64_t>(kTile, end - c);
+  const int64_t context = std::min<int64_t>(length[b], T * S), latest = *std::max_element(firsts, firsts + tokens);
+  const bool* sees = mask + ((E == 1 ? 0 : b) * M + begin) * M;
+  const int64_t earliest = std::min<int64_t>(*std::min_element(firsts, firsts + tokens), context);
+  for (int64_t c = earliest / kTile * kTile; c < context + M; c += kTile) {
+    const int count = std::min<int64_t>(kTile, context + M - c);
+    if (c >= context) {
+      const auto seen = [&](int64_t m) { return std::memchr(sees + m * M + c - context, 1, count) != nullptr; };
+      int64_t m = 0;
+      while (m < tokens && !seen(m)) ++m;
+      if (m == tokens) continue;  // would change nothing: half of the tiles of a prompt's chunk
+    }
     int64_t page = c / S, inside = c % S;
     for (int t = 0; t < count; ++t, ++inside) {
+      if (c + t >= context) {
+        const int64_t slot = (b * G + g) * M + c + t - context;
+        keys[t] = k_block + slot * H;
+        values[t] = v_block + slot * V;
+        continue;
+      }
       if (inside == S) ++page, inside = 0;
       const int64_t slot = (std::clamp<int64_t>(pages[page], 0, P - 1) * G + g) * S + inside;
       keys[t] = k + slot * H;
       values[t] = v + slot * V;
     }
-    tile(count, latest > c, [&](int t, int64_t m) { return firsts[m] <= c + t; });
-  }
-  const bool* sees = mask + ((E == 1 ? 0 : b) * M + begin) * M;
-  for (int64_t c = 0; c < M; c += kTile) {
-    const int count = std::min<int64_t>(kTile, M - c);
-    const auto seen = [&](int64_t m) { return std::memchr(sees + m * M + c, 1, count) != nullptr; };
-    int64_t m = 0;
-    while (m < tokens && !seen(m)) ++m;
-    if (m == tokens) continue;  // would change nothing: half of the tiles of a prompt's chunk
-    for (int t = 0; t < count; ++t) {
-      const int64_t slot = (b * G + g) * M + c + t;
-      keys[t] = k_block + slot * H;
-      values[t] = v_block + slot * V;
-    }
-    tile(count, true, [&](int t, int64_t m) { return sees[m * M + c + t]; });
+    tile(count, latest > c || c + count > context, [&](int t, int64_t m) {
+      return c + t < context ? firsts[m] <= c + t : sees[m * M + c + t - context];
+    });
   }
 
   for (int64_t r = 0; r < R; ++r) {

@@ -80,6 +80,32 @@ def test_native_answers_are_the_same_bits_in_any_company():
 
 
 @needs_compiler
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("pages", [None, 3])
+def test_native_tokens_of_a_chain_have_the_bits_of_plain_steps(window, pages):
+    """A token of a block, and the same one alone when those before it lie in the cache: verifying is plain decoding."""
+    case = BlockCase(
+        batch=3, slots=20, page_size=96 if pages is None else 32, pages=pages, lengths=(61, 0, 30), window=window
+    )
+    (q, k, v, table, k_block, v_block), keywords = block_inputs(case)
+    out = np.asarray(native((q, k, v, table, k_block, v_block), keywords))
+    length_B, size = keywords["length_B"], case.page_size
+    for m in range(case.slots):
+        one = slice(m, m + 1)
+        words = keywords | {
+            "length_B": length_B + m, "position_BxM": keywords["position_BxM"][:, one],
+            "visibility": jnp.ones((1, 1), bool),
+        }  # fmt: skip
+        alone = native((q[:, one], k, v, table, k_block[:, :, one], v_block[:, :, one]), words)
+        np.testing.assert_array_equal(alone[:, 0], out[:, m])
+        for b in range(case.batch):  # the token is committed
+            page, inside = divmod(int(length_B[b]) + m, size)
+            page = b if table is None else int(table[b, page])
+            k = k.at[page, :, inside].set(k_block[b, :, m])
+            v = v.at[page, :, inside].set(v_block[b, :, m])
+
+
+@needs_compiler
 def test_paged_and_contiguous_native_agree_bit_for_bit():
     (q, k, v, table, *block), keywords = block_inputs(CASES["verify a chain, paged"])
     contiguous = (q, gather_pages(k, table), gather_pages(v, table), None, *block)
