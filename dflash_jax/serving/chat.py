@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.serving.session import DFLASH, PLAIN, PromptTooLong, Session
@@ -56,12 +61,15 @@ def _answer(session: Session, terminal: Terminal, mode: str, messages: list[dict
             with terminal.stage("compiling"):
                 session.prepare(mode, request)
         start = time.perf_counter()
-        for delta in session.stream(mode, request):
-            if tokens:
-                acceptance.append(len(delta.token_ids))
-            tokens += len(delta.token_ids)
-            text += delta.text
-            terminal.write(delta.text)
+        with _ctrl_c_between_pieces() as look:
+            for delta in session.stream(mode, request):
+                if tokens:
+                    acceptance.append(len(delta.token_ids))
+                tokens += len(delta.token_ids)
+                text += delta.text
+                terminal.write(delta.text)
+                if delta.finish_reason is None:
+                    look()
         seconds = time.perf_counter() - start
     except KeyboardInterrupt:
         terminal.write("\n")
@@ -72,3 +80,32 @@ def _answer(session: Session, terminal: Terminal, mode: str, messages: list[dict
     tau = summarise([acceptance], session.block_size(mode))["tau"] if mode == DFLASH else None
     terminal.note(speed if tau is None else f"{speed}, {tau:.2f} tokens a target call")
     return text
+
+
+@contextlib.contextmanager
+def _ctrl_c_between_pieces() -> Iterator[Callable[[], None]]:
+    """Within, Ctrl-C is noted, and raised by the function that is given. A second one raises where it comes.
+
+    Python raises it wherever the main thread is just then. In a callback, of the garbage collector say, it is lost, and
+    the answer would go on.
+    """
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    def look() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield look
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)  # None: C's

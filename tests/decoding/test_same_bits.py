@@ -34,7 +34,9 @@ def test_verified_blocks_have_the_bits_of_plain_steps(dtype, page_size):
     assert len(plain) == ANSWER and rounds == ANSWER
     wrong = [token if i % 7 else (token + 1) % 200 for i, token in enumerate(plain)]  # some drafts are not kept
     for draft, fewest in ((plain, ANSWER // 6), (wrong, ANSWER // 6 + 1)):
-        drafter = scripted_drafter(script_table([PROMPT], [draft], target.config.vocab_size), 6, target.config.num_layers)
+        drafter = scripted_drafter(
+            script_table([PROMPT], [draft], target.config.vocab_size), 6, target.config.num_layers
+        )
         tokens, found, rounds = answered(Engine(target, drafter, **options))
         assert tokens == plain and fewest <= rounds < ANSWER / 2
         if page_size is None:

@@ -1,6 +1,7 @@
 """The chat: turns, commands, Ctrl-C and the end of input, by scripted stdin."""
 
 import dataclasses
+import signal
 
 import pytest
 from serving.tiny_pair import MAX_TOKENS, config, pair, terminal
@@ -100,6 +101,30 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny):
         messages.clear()
     ids = target.tokenizer.apply_chat_template([*messages, {"role": "user", "content": "three"}])
     assert whole == generate(target, None, [ids], max_tokens=MAX_TOKENS)[0].text
+
+
+class Finalised:
+    """Ctrl-C comes while Python runs a finaliser, whose exceptions are lost."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_in_a_finaliser_is_not_lost(tiny):
+    class Collecting(Session):
+        def stream(self, mode, request):
+            for delta in super().stream(mode, request):
+                Finalised()
+                yield delta
+
+    settings = read_config(config())
+    before = signal.getsignal(signal.SIGINT)
+    screen = terminal("one\n/exit\n")
+    chat(Collecting(*tiny, settings.generation, settings.drafter), screen)
+    assert screen.err.file.getvalue().count("stopped") == 1
+    whole, begun = expected(tiny[0], "one")[0], spoken(screen)[0].removesuffix("\n")
+    assert whole.startswith(begun) and len(begun) < len(whole)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_at_the_prompt_goes_on(tiny):
