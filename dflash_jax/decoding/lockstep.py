@@ -103,7 +103,7 @@ class Leader:
 
     def __enter__(self) -> Leader:
         # jax.distributed takes SIGTERM for a notice of preemption, which only training asks for.
-        self._handlers = _handle({signal.SIGTERM: lambda *_: sys.exit(0)})
+        self._handlers = handle_signals({signal.SIGTERM: lambda *_: sys.exit(0)})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -111,7 +111,7 @@ class Leader:
         asked = asked or (isinstance(error, SystemExit) and not error.code)
         with _signals_held():
             self._say(["end", None if asked else f"{kind.__name__}: {error}"])
-        _handle(self._handlers)
+        handle_signals(self._handlers)
 
     def load(self) -> None:
         """Lets the followers load; called before the leader does."""
@@ -186,7 +186,7 @@ def follow(load: Callable[[], tuple[Target, Drafter | None]], channel: Channel |
     channel = Store() if channel is None else channel
     engines: dict[int, Engine] = {}
     target = drafter = None
-    before = _handle({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _note})
+    before = handle_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _note})
     try:
         while True:
             for name, *arguments in channel.hear():
@@ -212,7 +212,7 @@ def follow(load: Callable[[], tuple[Target, Drafter | None]], channel: Channel |
                     case _:
                         raise RuntimeError(f"the leader says {name!r} {arguments}: it runs another version")
     finally:
-        _handle(before)
+        handle_signals(before)
 
 
 def _to_json(request: Request) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _from_json(fields: dict[str, Any]) -> Request:
     return Request(**(fields | {"logit_bias": None if bias is None else dict(bias)}))
 
 
-def _handle(handlers: Handlers) -> Handlers:
+def handle_signals(handlers: Handlers) -> Handlers:
     """Sets handlers of signals and returns those from before. Only the main thread may: elsewhere nothing happens."""
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -247,11 +247,11 @@ def _signals_held() -> Iterator[None]:
         return lambda number, frame: came.append(lambda: handler(number, frame))
 
     python = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = _handle({number: hold(handler) for number, handler in python.items() if callable(handler)})
+    before = handle_signals({number: hold(handler) for number, handler in python.items() if callable(handler)})
     try:
         yield
     finally:
-        _handle(before)
+        handle_signals(before)
         for run in came[:1]:
             run()
 
@@ -262,4 +262,4 @@ def _note(number: int, frame: Any) -> None:
         file=sys.stderr,
         flush=True,
     )
-    _handle({signal.Signals(number): signal.SIG_DFL})
+    handle_signals({signal.Signals(number): signal.SIG_DFL})

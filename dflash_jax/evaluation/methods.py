@@ -96,10 +96,9 @@ class EngineMethod:
         engine = self.engine_for(prompt_ids, max_tokens)
         # Without stop ids, so that there is a round whatever the prefill says.
         rounds = min(max_tokens, 2 * self.block_size + 2)
-        timed_run(engine, Request(list(prompt_ids), rounds))
         for length in engine.prefill_sizes.rehearsals():  # other prompts may need programs that this one does not
-            room = engine.capacity - length
-            timed_run(engine, Request((list(prompt_ids) * length)[:length], max(1, min(rounds, room))))
+            ids = (list(prompt_ids) * length)[:length]
+            timed_run(engine, Request(ids, min(rounds, engine.capacity - length)))
         return time.perf_counter() - start
 
     def answer(self, prompt_ids: Sequence[int], max_tokens: int) -> TimedRun:

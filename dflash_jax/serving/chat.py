@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dflash_jax.decoding.lockstep import handle_signals
 from dflash_jax.evaluation.statistics import summarise
 from dflash_jax.serving.session import DFLASH, PLAIN, PromptTooLong, Session
 from dflash_jax.serving.terminal import Terminal
@@ -101,11 +101,8 @@ def _ctrl_c_between_pieces() -> Iterator[Callable[[], None]]:
         if came:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield look
-        return
-    before = signal.signal(signal.SIGINT, note)
+    before = handle_signals({signal.SIGINT: note})
     try:
         yield look
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)  # None: C's
+        handle_signals(before)
