@@ -55,6 +55,7 @@ def join_processes(patience_s: int = 300) -> None:
     """`jax.distributed.initialize`, before anything else of JAX: TPU slices, Slurm, MPI and GKE are known to it.
 
     Elsewhere JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID say it.
+    Standard output, where it is no terminal, is this program's alone from here on.
 
     Args:
       patience_s: how long a process that ends waits for the others. Then it ends, and jax.distributed ends the others.
@@ -70,6 +71,7 @@ def join_processes(patience_s: int = 300) -> None:
         if value is not None and not value.isdecimal():
             raise ConfigError(f"{variable} is {value!r}, must be a whole number")
         numbers[name] = None if value is None else int(value)
+    _keep_stdout_from_libraries()
     try:
         jax.distributed.initialize(**numbers, shutdown_timeout_seconds=patience_s)
     except ValueError as error:
@@ -77,6 +79,21 @@ def join_processes(patience_s: int = 300) -> None:
             f"--distributed: {error} No cluster was recognised; set JAX_COORDINATOR_ADDRESS=HOST:PORT (of the first "
             "process), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from error
+
+
+def _keep_stdout_from_libraries() -> None:
+    """What libraries in C write to file descriptor 1 goes to standard error; Python's own output stays where it was.
+
+    Gloo, which connects processes on CPU, tells of its connections there, from several threads, in the middle of an
+    answer that a pipe carries. A terminal shows both streams anyway, and its line editing needs descriptor 1.
+    """
+    if sys.stdout is None or sys.stderr is None or sys.stdout.isatty():
+        return
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(
+        os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors
+    )  # fmt: skip
+    os.dup2(sys.stderr.fileno(), 1)
 
 
 def plain_message(error: Exception) -> str | None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -80,3 +81,17 @@ def test_commands_end_with_status_1(body, said):
     ended = subprocess.run([sys.executable, "-c", COMMAND.format(body=body)], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and said in ended.stderr
     assert ("Traceback" in ended.stderr) == ("IndexError" in body)
+
+
+def test_joined_processes_keep_standard_output_from_libraries():
+    body = "command_line.join_processes(); import os; os.write(1, b'a library\\n'); print('the answer')"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(body=body)],
+        cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"} | one,
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert ended.stdout == "the answer\n" and "a library\n" in ended.stderr
