@@ -41,6 +41,10 @@ def main(argv: list[str]) -> None:
 def _check_flags(values: dict[str, object]) -> bool:
     if values["compile_only"] != (values["topology"] is not None):
         raise flags.ValidationError("--compile_only and --topology belong together; such as --topology=v5p:4x4x8")
+    try:
+        [float(tau) for tau in values["tau"]]
+    except ValueError as error:
+        raise flags.ValidationError(f"--tau is {','.join(values['tau'])!r}, must be numbers, as 2,4,6") from error
     if values["compile_only"] and values["prompt"] is not None:
         raise flags.ValidationError("--compile_only answers no --prompt")
     if values["compile_only"] and values["distributed"]:
@@ -50,5 +54,5 @@ def _check_flags(values: dict[str, object]) -> bool:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config"])
-    flags.register_multi_flags_validator(["compile_only", "topology", "prompt", "distributed"], _check_flags)
+    flags.register_multi_flags_validator(["compile_only", "topology", "prompt", "distributed", "tau"], _check_flags)
     command_line.run(main)

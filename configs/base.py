@@ -74,10 +74,11 @@ def experiment(
     config.data.features = False  # the target runs in each step: no disk
     config.data.packing = False  # True: short samples share rows
     config.data.workers = 0  # processes that read batches
+    sources = ("code", "tasks", "instruction", "reasoning", "json")
     config.data.answers = ConfigDict(
         {
             "greedy": {
-                "prompts": {"code": 20_000, "tasks": 20_000, "instruction": 20_000, "reasoning": 20_000},
+                "prompts": {name: config_dict.placeholder(int) for name in sources},  # None: all that there are
                 "max_new_tokens": 2048,
                 "max_prompt_tokens": 1024,
                 "batch_size": 64,

@@ -9,9 +9,10 @@ round of 32 rows of 8k tokens, and a training step with the target in it, take o
 (tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh and in
 scanning the target's layers.
 
-`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts, and serve.py is one
-process. train.py runs the variant `train` on all of them, the target over the hosts, on answers that exist: the variant
-asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural` (docs/pods.md).
+`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts: with `--distributed`
+on each of them serve.py answers from all, and train.py runs the variant `train`, the target over the hosts, on answers
+that exist: the variant asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural`
+(docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. No DFlash drafter of this target is known;
 the one here has the shape that the conventions would give it (five layers, block 16, five taps by the default rule)

@@ -9,9 +9,10 @@ target in it, take on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chi
 `train` differs in its mesh, because a step wants rows on many devices and a round few hops, and in scanning the
 target's layers, which compiles faster.
 
-`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts, and serve.py is one
-process. train.py runs the variant `train` on all of them, the target over the hosts, on answers that exist: the variant
-asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural` (docs/pods.md).
+`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts: with `--distributed`
+on each of them serve.py answers from all, and train.py runs the variant `train`, the target over the hosts, on answers
+that exist: the variant asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural`
+(docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. The drafter's is what one trained by the
 conventions of the published Qwen3.5 drafters has: five layers, block 16, five taps by the default rule.

@@ -19,7 +19,7 @@ take longer), 1,500 cached tokens/s, and 235 blocks/s of training.
 Variants, `--config=configs/smollm2_135m_dflash.py:NAME`:
     natural  the first stage
     adapter  the plain shipped drafter's trunk, frozen, for a target without two of the layers (docs/training.md)
-    narrow   the same trunk for a target with fewer hidden channels; tau not yet run
+    narrow   the same trunk for a target with fewer hidden channels (the same page)
     h200     ten minutes on one H200 (see docs/training.md): more prompts, four layers, blocks of 8, bfloat16, the
              target in the step instead of stored states; not yet run on that machine
     tiny     a random target of width 32: the whole way in under a minute; tau stays near 1
@@ -150,12 +150,11 @@ def get_config(variant: str = "") -> ConfigDict:
         config.drafter.num_layers = 4
         config.drafter.init_layers = (26, 27, 28, 29)
         config.drafter.block_size = 8
-        every = config_dict.placeholder(int)  # all that there are
-        config.data.answers.greedy.prompts = ConfigDict(
-            {"code": every, "tasks": every, "instruction": 1000, "reasoning": 2000, "json": 400}
-        )
+        config.data.answers.greedy.prompts = ConfigDict({"instruction": 1000, "reasoning": 2000, "json": 400})
+        for name in ("code", "tasks"):
+            config.data.answers.greedy.prompts[name] = config_dict.placeholder(int)  # None: all that there are
         config.data.answers.greedy.batch_size = 512
-        config.data.natural = ConfigDict({"code_natural": every})
+        config.data.natural = ConfigDict({"code_natural": config_dict.placeholder(int)})
         config.data.features = False
         config.data.packing = True
         config.data.batch_size = 64

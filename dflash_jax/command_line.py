@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -15,6 +16,8 @@ from dflash_jax.config import ConfigError
 from dflash_jax.training.watch import TrainingDiverged
 
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
+# Modules that a part of the program needs: the extra that installs them.
+_EXTRAS = {"grain": "train", "tensorboardX": "train", "tqdm": "train"}
 # What the machine refuses and its user can put right.
 _REFUSALS = {
     errno.ENOSPC: "the disk is full; make room, and the same command goes on",
@@ -29,14 +32,15 @@ def run(main: Callable[[list[str]], None]) -> None:
     """`absl.app.run`, with exit status 1 and one line for what the user can put right.
 
     That is a flag, a field of the config or a store (ConfigError), a checkpoint (CheckpointError), a loss that explodes
-    (TrainingDiverged), a disk that is full or must not be written to. Anything else is a fault of the program and keeps
-    its traceback.
+    (TrainingDiverged), a package that is not installed, a disk that is full or must not be written to. Anything else is
+    a fault of the program and keeps its traceback.
     """
 
     def plainly(argv: list[str]) -> None:
         if len(argv) > 1:
             fail(f"unexpected argument {argv[1]!r}: every flag is written --name=value")
         _check_config_file()
+        _check_workdir()
         try:
             main(argv)
         except KeyboardInterrupt:
@@ -101,6 +105,12 @@ def plain_message(error: Exception) -> str | None:
     for inner in _chain(error):
         if isinstance(inner, ConfigError | CheckpointError | TrainingDiverged):
             return str(inner)
+        if isinstance(inner, ModuleNotFoundError):
+            if inner.name is None:  # raised by this program, which says what to install
+                return str(inner)
+            module = inner.name.partition(".")[0]
+            if module in _EXTRAS:
+                return f"{module} is not installed; pip install -e '.[{_EXTRAS[module]}]'"
         if isinstance(inner, OSError):
             if inner.errno in _REFUSALS:
                 return f"{inner}: {_REFUSALS[inner.errno]}"
@@ -126,8 +136,17 @@ def parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        fail(_without_traceback(str(error)))
+        message = _without_traceback(str(error))
+        if "as a ConfigDict" in message:
+            message += "; fields of a section are set one by one: --config.SECTION.FIELD=VALUE"
+        if "get_config() takes 0 positional arguments" in message:
+            message = "--config names a variant, and this config has none; leave the colon and what follows out"
+        fail(message)
+    except SyntaxError as error:
+        fail(f"--config names a file that is no Python: {error}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # from ml_collections
+        if "no attribute 'get_config'" in str(error):
+            fail("--config names a file without get_config(), which is no experiment")
         given = [arg for arg in argv if arg.startswith(("--config.", "-config."))]
         if not given:
             raise
@@ -137,6 +156,18 @@ def parse_flags(argv: list[str]) -> list[str]:
         name = reason.split("'")[1] if reason.startswith("'") else ""
         flag = next((arg for arg in given if name and f".{name}" in arg), " ".join(given))
         fail(f"{flag} names no field of the config: it has no {reason}")
+
+
+def _check_workdir() -> None:
+    """An unset variable in a command would make the current folder one; a file there would be found out late."""
+    value = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
+    if value == "":
+        fail("--workdir is empty; name a folder")
+    if value is not None:
+        path = pathlib.Path(value).absolute()
+        there = next(place for place in (path, *path.parents) if place.exists())
+        if not there.is_dir():
+            fail(f"--workdir is {value}, but {there} is a file; name another folder")
 
 
 def _check_config_file() -> None:
@@ -158,6 +189,18 @@ def _without_traceback(message: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     places = [line for line in lines if line.startswith("File ")]
     return f"{' '.join(head.split())} {lines[-1]}" + (f" ({places[-1]})" if places else "")
+
+
+def check_output_file(flag: str, path: str | pathlib.Path | None) -> None:
+    """Refuses a file that can not be written in the end, before anything is done for it; None is none.
+
+    Raises:
+      ConfigError: names the flag.
+    """
+    if path is not None:
+        parent = pathlib.Path(path).absolute().parent
+        if not parent.is_dir() or pathlib.Path(path).is_dir():
+            raise ConfigError(f"--{flag} is {str(path)!r}, which can not be a file: {parent} must exist")
 
 
 def fail(message: str) -> NoReturn:

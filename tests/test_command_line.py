@@ -3,14 +3,16 @@
 import errno
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from dflash_jax import command_line
 from dflash_jax.checkpoints.placement import CheckpointError
-from dflash_jax.command_line import plain_message
+from dflash_jax.command_line import check_output_file, plain_message
 from dflash_jax.config import ConfigError
 from dflash_jax.data.responses import StoreError
 from dflash_jax.training.watch import TrainingDiverged
@@ -48,6 +50,25 @@ def test_a_full_disk_as_the_system_tells_it():
         full.write("x")
         full.flush()
     assert "No space left on device: the disk is full" in plain_message(caught.value)
+
+
+def test_packages_that_are_not_installed_are_named_with_what_installs_them():
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for module, extra in command_line._EXTRAS.items():
+        (listed,) = re.findall(rf"^{extra.upper()} = \[(.*)\]", setup, re.MULTILINE)
+        assert f'"{module}' in listed
+        error = ModuleNotFoundError("No module named ...", name=f"{module}.inner")
+        assert plain_message(error) == f"{module} is not installed; pip install -e '.[{extra}]'"
+    assert plain_message(ModuleNotFoundError("x is read with y; pip install y")) == "x is read with y; pip install y"
+    assert plain_message(ModuleNotFoundError("No module named ...", name="dflash_jax.gone")) is None
+
+
+def test_files_that_could_not_be_written_in_the_end_are_refused(tmp_path):
+    check_output_file("stats_json", None)
+    check_output_file("stats_json", tmp_path / "stats.json")
+    for path in (tmp_path, tmp_path / "no" / "stats.json"):
+        with pytest.raises(ConfigError, match=f"--stats_json is .{path}., which can not be a file"):
+            check_output_file("stats_json", path)
 
 
 @pytest.mark.parametrize("error", [ValueError("shapes differ"), FileNotFoundError(2, "No such file"), KeyError("a")])
@@ -95,3 +116,16 @@ def test_joined_processes_keep_standard_output_from_libraries():
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert ended.stdout == "the answer\n" and "a library\n" in ended.stderr
+
+
+@pytest.mark.parametrize(("workdir", "said"), [("", "--workdir is empty"), ("file/runs", "is a file; name another")])
+def test_workdirs_that_can_be_none_are_refused_at_once(workdir, said, tmp_path):
+    (tmp_path / "file").write_text("")
+    code = COMMAND.format(body="print('begun')").replace(
+        "command_line.run", "from absl import flags\nflags.DEFINE_string('workdir', None, '')\ncommand_line.run"
+    )
+    workdir = workdir and str(tmp_path / workdir)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, f"--workdir={workdir}"], cwd=ROOT, capture_output=True, text=True
+    )  # fmt: skip
+    assert ended.returncode == 1 and said in ended.stderr and "begun" not in ended.stdout

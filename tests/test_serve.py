@@ -30,6 +30,8 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("serve")
     target, drafter = exported(place)
     (place / "tiny.py").write_text(CONFIG.format(target=str(target), drafter=str(drafter)))
+    (place / "nothing.py").write_text("get_config = None\ndel get_config\n")  # tiny.py is read before, as one module
+    (place / "prose.md").write_text("It isn't one.")
     return place
 
 
@@ -85,6 +87,10 @@ def test_second_start_compiles_nothing(place, first_start):
         ),
         (["--config.generation.max_tokens=0", "--prompt=x"], "generation.max_tokens is 0, must be at least 1"),
         (["--config=nowhere.py", "--prompt=x"], "--config names a file that can not be read: [Errno 2]"),
+        (["--config=nothing.py"], "--config names a file without get_config(), which is no experiment"),
+        (["--config=prose.md"], "--config names a file that is no Python: "),
+        (["--config.target=x"], "fields of a section are set one by one: --config.SECTION.FIELD=VALUE"),
+        (["--compile_only", "--topology=v5e:2x2", "--tau=2,x"], "--tau is '2,x', must be numbers, as 2,4,6"),
         (["--config=tiny.py:huge"], "ValueError: variant 'huge' is unknown"),
         (["--config.target.source=nowhere", "--prompt=x"], "nowhere does not exist"),
         (["say it"], "unexpected argument 'say it'"),

@@ -93,7 +93,13 @@ def _read_text(target: Target) -> list[int]:
         raise ConfigError(f"--text is {_TEXT.value!r}, which is no file")
     if target.tokenizer is None:
         raise ConfigError(f"{target.source} has no tokenizer to read --text with")
-    return list(target.tokenizer.encode(path.read_text(encoding="utf-8")))[: _TOKENS.value]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--text is {_TEXT.value!r}, which is no text in UTF-8 ({error.reason} at byte {error.start})"
+        ) from error
+    return list(target.tokenizer.encode(text))[: _TOKENS.value]
 
 
 if __name__ == "__main__":

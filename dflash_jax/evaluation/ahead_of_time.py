@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from dflash_jax.config import ConfigError
-from dflash_jax.sharding import AXES, MeshConfig
+from dflash_jax.sharding import AXES, DATA, FSDP, MeshConfig
 from dflash_jax.tpu_topology import Topology
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -101,14 +101,23 @@ def mesh_on(section: MeshConfig, topology: Topology) -> jax.sharding.Mesh:
     if section.size != count:
         asked = " x ".join(f"{name} {getattr(section, name)}" for name in AXES)
         chips = "" if topology.devices_per_chip == 1 else f" ({topology.chips} chips of {topology.devices_per_chip})"
-        shapes = ", ".join(
-            f"--config.mesh.expert={count // tensor} --config.mesh.tensor={tensor}" for tensor in _tensor_sizes(count)
-        )
         raise ConfigError(
             f"mesh is {asked} = {section.size} devices, but {topology.name} has {count}{chips}: the product of the "
-            f"axes must be {count}, such as {shapes} (a target without experts: data instead of expert)"
+            f"axes must be {count}, such as {_shapes(section, count)}"
         )
     return section.make(topology.devices)
+
+
+def _shapes(section: MeshConfig, count: int) -> str:
+    """Flags that make another mesh of that many devices out of this one."""
+    wide = [name for name in AXES if getattr(section, name) > 1]
+    rows = [name for name in wide if name in (DATA, FSDP)]
+    if rows and rows == wide:
+        *others, last = rows
+        return " ".join([f"--config.mesh.{last}={count}", *(f"--config.mesh.{name}=1" for name in others)])
+    ones = "".join(f" --config.mesh.{name}=1" for name in rows)
+    shapes = (f"--config.mesh.expert={count // t} --config.mesh.tensor={t}{ones}" for t in _tensor_sizes(count))
+    return f"{', '.join(shapes)} (a target without experts: data instead of expert)"
 
 
 def _tensor_sizes(count: int) -> list[int]:

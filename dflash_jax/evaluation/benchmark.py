@@ -45,10 +45,11 @@ def override(
       ConfigError: a field is unknown or wrong.
     """
     values = config.to_dict()
+    counts = values.get("tasks", {})
     if tasks:
-        values["tasks"] = {name: values["tasks"].get(name, 0) for name in tasks}
+        values["tasks"] = {name: counts.get(name, 0) for name in tasks}
     if limit is not None:
-        values["tasks"] = dict.fromkeys(values["tasks"], limit)
+        values["tasks"] = dict.fromkeys(values.get("tasks", {}), limit)
     if block_sizes:
         wrong = [size for size in block_sizes if not size.isdigit()]
         if wrong:

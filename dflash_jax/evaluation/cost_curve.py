@@ -30,13 +30,13 @@ from dflash_jax import command_line
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.checkpoints.load_target import load_target
 from dflash_jax.compilation_cache import use_compilation_cache
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.decoding.cache import make_cache
 from dflash_jax.decoding.sampling import lowest_argmax
 from dflash_jax.decoding.step import Skeleton
 from dflash_jax.drafters.contract import Drafter, SharedWeights
 from dflash_jax.evaluation.report import table
-from dflash_jax.evaluation.runner import describe
+from dflash_jax.evaluation.runner import BenchmarkConfig, describe
 from dflash_jax.kernels.kv_cache import BlockKV, KVCache
 from dflash_jax.models.attention import causal
 from dflash_jax.models.target import Target
@@ -243,7 +243,7 @@ def main(argv: list[str]) -> None:
     del argv
     use_compilation_cache()
     values = flags.FLAGS
-    config, workdir = values.config, pathlib.Path(values.workdir)
+    config, workdir = from_config_dict(BenchmarkConfig, values.config.to_dict()), pathlib.Path(values.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     reports = {}
     for dtype in values.dtype or config.dtypes:

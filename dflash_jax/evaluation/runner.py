@@ -119,8 +119,14 @@ def own_methods(target: Target, drafter: Drafter, block_sizes: Sequence[int], la
     """Plain decoding, and DFlash at each block size (`dflash-4`, ...).
 
     Raises:
-      ValueError: a block size does not suit the drafter.
+      ConfigError: a block size does not suit the drafter.
     """
+    for size in block_sizes:
+        if not 2 <= size <= drafter.block_size:
+            raise ConfigError(
+                f"block_sizes holds {size}, must lie in [2, {drafter.block_size}]: {drafter.source} was trained with "
+                f"blocks of {drafter.block_size}; such as --block_sizes={drafter.block_size}"
+            )
     stop_ids = target.eos_token_ids
     dflash = [EngineMethod(f"{label}-{k}", target, drafter, k, stop_ids) for k in block_sizes]
     return [EngineMethod(PLAIN, target, stop_token_ids=stop_ids), *dflash]

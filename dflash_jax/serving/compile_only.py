@@ -14,6 +14,7 @@ from rich.table import Table
 
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.checkpoints.load_target import as_dtype
+from dflash_jax.command_line import check_output_file
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_jax.decoding.abstract import AbstractStep, abstract_step
 from dflash_jax.decoding.step import step
@@ -211,7 +212,4 @@ def _check_arguments(stats_json: str | pathlib.Path | None, taus: Sequence[float
     for tau in taus:
         if not tau >= 1:
             raise ConfigError(f"--tau holds {tau}, must be at least 1: every round emits a token")
-    if stats_json is not None:
-        path = pathlib.Path(stats_json).absolute()
-        if not path.parent.is_dir() or path.is_dir():
-            raise ConfigError(f"--stats_json is {str(stats_json)!r}, which can not be a file: {path.parent} must exist")
+    check_output_file("stats_json", stats_json)

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.checkpoints.load_target import load_target
+from dflash_jax.command_line import check_output_file
 from dflash_jax.compilation_cache import use_compilation_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.decoding.engine import Engine
@@ -97,9 +98,7 @@ def _load(
 def _load_target(section: TargetSection, mesh: Mesh | None, update: Update) -> Target:
     if section.source != TINY:
         return load_target(section.source, dtype=section.dtype, mesh=mesh, progress=update)
-    if section.dtype not in (None, "float32"):
-        raise ConfigError(f"target.dtype is {section.dtype!r}, but {TINY} is made in float32")
-    return tiny_target(mesh=mesh, architecture=section.architecture)
+    return tiny_target(mesh=mesh, architecture=section.architecture, dtype=section.dtype)
 
 
 def _load_drafter(source: str, target: Target, update: Update) -> Drafter:
@@ -144,6 +143,4 @@ def _check_arguments(prompt: str | None, stats_json: str | pathlib.Path | None, 
     if stats_json is not None:
         if prompt is None:
             raise ConfigError("--stats_json is set, but a chat has no comparison to write; give a --prompt")
-        parent = pathlib.Path(stats_json).absolute().parent
-        if not parent.is_dir() or pathlib.Path(stats_json).is_dir():
-            raise ConfigError(f"--stats_json is {str(stats_json)!r}, which can not be a file: {parent} must exist")
+        check_output_file("stats_json", stats_json)

@@ -83,6 +83,10 @@ def check_section(section: Mapping[str, Any]) -> None:
     for name in section:
         if name not in known:
             raise ConfigError(f"drafter has no field {name!r}; it knows {', '.join(known)}")
+    needed = ("num_layers", "block_size", "mask_token_id", "init_layers", "init_from", "trunk", "draft_vocab_size")
+    for name in needed:
+        if name not in section:
+            raise ConfigError(f"drafter needs the field {name!r}, which is not set")
     check_types(dict(section), kinds, "drafter")
     check_trunk(section)
     if section["block_size"] < 2:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from dflash_jax import sharding
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.checkpoints.load_target import as_dtype
+from dflash_jax.command_line import check_output_file
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
 from dflash_jax.decoding.abstract import abstract_shared, laid_out
 from dflash_jax.drafters.dflash import DFlash
@@ -26,6 +27,7 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.sharding import MeshConfig
 from dflash_jax.tpu_topology import prepare_host, tpu_topology
 from dflash_jax.training.adapter import check_section, configured_drafter, trainable
+from dflash_jax.training.from_config import check_present
 from dflash_jax.training.initialise import Statistics, coordinate_units
 from dflash_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dflash_jax.training.step import (
@@ -57,6 +59,8 @@ def compile_only(config: ConfigDict, topology: str, stats_json: str | pathlib.Pa
       ConfigError: a field, the topology or libtpu; or the mesh has another number of devices than the slice.
     """
     prepare_host()
+    check_output_file("stats_json", stats_json)
+    check_present(config, ("seed", "mesh", "target", "drafter", "data", "step", "loss", "optimizer"))
     check_section(config.drafter)
     place = tpu_topology(topology)
     mesh, chip = mesh_on(from_config_dict(MeshConfig, config.mesh, "mesh"), place), CHIPS[place.generation]

@@ -40,16 +40,22 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiny_target(
-    seed: int = 0, mesh: Mesh | None = None, architecture: Mapping[str, Any] | None = None
-) -> Target:  # fmt: skip
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    architecture: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> Target:
     """A target with random weights and `byte_tokenizer`: a Llama of five layers and width 32, or another.
 
     Args:
       architecture: what config.json of the other would hold.
+      dtype: `target.dtype` of a config; None or "float32", nothing else is made.
 
     Raises:
-      ConfigError: its vocabulary is smaller than the tokenizer's, or see `target_config_from_hf`.
+      ConfigError: another dtype, a vocabulary smaller than the tokenizer's, or see `target_config_from_hf`.
     """
+    if dtype not in (None, "float32"):
+        raise ConfigError(f"target.dtype is {dtype!r}, but {TINY} is made in float32")
     if architecture is not None:
         config = target_config_from_hf(architecture)
         if config.vocab_size < _VOCAB:

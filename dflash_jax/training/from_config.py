@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter, shared_weights
 from dflash_jax.checkpoints.load_target import load_target
+from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, check_types, from_config_dict
 from dflash_jax.models.target import Target
 from dflash_jax.sharding import MeshConfig
@@ -47,6 +48,8 @@ def check_sections(
     Raises:
       ConfigError: a section or field is unknown, missing or wrong, or two fields contradict each other.
     """
+    given = {"data": not data, "evaluation": not evaluation}
+    check_present(config, [name for name in _SECTIONS if not given.get(name)])
     for name in config:
         if name not in (*_SECTIONS, *_OF_SERVING):
             raise ConfigError(f"the config has a section {name!r}; train.py knows {', '.join(_SECTIONS)}")
@@ -88,6 +91,23 @@ def check_sections(
     return run, optimizer, step
 
 
+def check_present(config: ConfigDict, needed: Sequence[str] = _SECTIONS) -> None:
+    """Refuses a config that has not all of these sections: one that serves, or a benchmark's.
+
+    Raises:
+      ConfigError: names what is missing.
+    """
+    missing = [name for name in needed if name not in config]
+    if missing:
+        raise ConfigError(
+            f"the config has no {', '.join(missing)}: it is none that trains; one that does, such as "
+            f"configs/smollm2_135m_dflash.py, has {', '.join(_SECTIONS)}"
+        )
+    for name in needed:
+        if name != "seed" and not hasattr(config[name], "items"):
+            raise ConfigError(f"{name} is {config[name]!r}, must be a section with fields of its own")
+
+
 def check_for_target(section: ConfigDict, target: TargetConfig) -> None:
     """Refuses a `drafter` section that can not be right for this target; `configured_drafter` checks the rest.
 
@@ -101,14 +121,18 @@ def check_for_target(section: ConfigDict, target: TargetConfig) -> None:
         )
     check_layers(target, section.init_layers, "drafter.init_layers")
     if section.init_from:
-        drafter_directory(section.init_from)
+        try:
+            drafter_directory(section.init_from)
+        except CheckpointError as error:
+            raise CheckpointError(f"drafter.init_from: {error}") from error
 
 
 def configured_target(config: ConfigDict, mesh: jax.sharding.Mesh | None) -> Target:
     """The target that the config's `target` section names, loaded onto the mesh."""
     if config.target.source == TINY:
         architecture = config.target.get("architecture")
-        return tiny_target(config.seed, mesh, None if architecture is None else architecture.to_dict())
+        architecture = None if architecture is None else architecture.to_dict()
+        return tiny_target(config.seed, mesh, architecture, config.target.dtype)
 
     def progress(done: int, total: int, what: str) -> None:
         if total and done == total:

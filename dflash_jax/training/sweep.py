@@ -55,7 +55,10 @@ def read_sweep(config: str) -> Points:
     spec.loader.exec_module(module)
     if not hasattr(module, "sweep"):
         raise ConfigError(f"{path} defines no sweep(variant): a function that returns {{name: {{field: value}}}}")
-    points = module.sweep(variant)
+    try:
+        points = module.sweep(variant)
+    except ValueError as error:
+        raise ConfigError(f"{path} has no such sweep: {error}") from error
     if not isinstance(points, Mapping) or not points:
         raise ConfigError(f"sweep() of {path} returns {points!r}, must be {{name: {{field: value}}}}")
     for name in points:
@@ -171,14 +174,17 @@ def main(argv: list[str]) -> None:
     workdir, train = pathlib.Path(values.workdir), pathlib.Path(values.train)
     if not train.is_file():
         raise ConfigError(f"--train is {train}, which is no file here; run this where train.py lies, or name it")
-    source = next(arg.partition("=")[2] for arg in sys.argv[1:] if arg.lstrip("-").startswith("config="))
+    source = values["config"].config_filename  # with its variant
     points = read_sweep(source)
-    points = {name: fields for name, fields in points.items() if re.search(values.only, name)}
+    try:
+        points = {name: fields for name, fields in points.items() if re.search(values.only, name)}
+    except re.error as error:
+        raise ConfigError(f"--only is {values.only!r}, which is no regular expression: {error}") from error
     if not points:
         raise ConfigError(f"--only is {values.only!r}, which no point of the sweep matches")
     for name, fields in points.items():
         check_point(name, fields, values.config)
-    given = [f"--{arg.lstrip('-')}" for arg in sys.argv[1:] if arg.lstrip("-").startswith("config.")]
+    given = [f"--config.{field}={value}" for field, value in values["config"].override_values.items()]
     commands = {name: command(train, source, workdir, name, fields, given) for name, fields in points.items()}
     if values.table:
         print(write_summary(workdir, points))

@@ -52,6 +52,8 @@ def test_wrong_flags_are_refused():
         benchmark.override(shipped_config(), block_sizes=["four"])
     with pytest.raises(ConfigError, match="no field 'taks'"):
         benchmark.override(ConfigDict(shipped_config().to_dict() | {"taks": {}}))
+    with pytest.raises(ConfigError, match="no field 'generation'"):  # a config of serve.py
+        benchmark.override(ConfigDict({"target": "x", "generation": {}}), limit=1, tasks=["json"])
 
 
 @pytest.fixture(scope="module")

@@ -253,5 +253,5 @@ def test_wrong_configs_are_refused(fields, match):
 
 
 def test_block_sizes_above_the_trained_are_refused():
-    with pytest.raises(ValueError, match="block_size is 9"):
+    with pytest.raises(ConfigError, match=r"block_sizes holds 9, must lie in \[2, \d\]"):
         own_methods(*pair(), (9,))

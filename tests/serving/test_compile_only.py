@@ -83,6 +83,13 @@ def test_mesh_and_topology_must_agree():
         ConfigError, match=r"= 4 devices, but tpu7x:2x2x1 has 8 \(4 chips of 2\): .* must be 8, such as"
     ):
         mesh_on(MeshConfig(tensor=4), place)
+    for given, shown in (
+        (MeshConfig(fsdp=16), "such as --config.mesh.fsdp=8$"),
+        (MeshConfig(data=2, fsdp=2), "such as --config.mesh.fsdp=8 --config.mesh.data=1$"),
+        (MeshConfig(fsdp=8, tensor=8), "--config.mesh.expert=1 --config.mesh.tensor=8 --config.mesh.fsdp=1 "),
+    ):
+        with pytest.raises(ConfigError, match=shown):
+            mesh_on(given, place)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.checkpoints.architecture import read_architectures
+from dflash_jax.data import prompts
 from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.responses import Sample
 from dflash_jax.decoding.abstract import laid_out
@@ -75,3 +76,27 @@ def test_one_step_of_the_tiny_variant(name, tmp_path):
     assert done.step == line["step"] == 1
     assert np.isfinite(line["loss"]) and line["grad_norm"] > 0
     assert (done.export / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("variant", ["", "natural", "h200"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_as_many_prompts_are_asked_for_as_there_are(name, variant):
+    """Of the sources that are the same on every machine; functions of installed packages are not."""
+    try:
+        config = load(name, variant)
+    except (TypeError, ValueError):
+        pytest.skip("no such variant")
+    asked = [(config.data.natural, "train"), (config.evaluation.prompts, "heldout")]
+    asked += [(answers.prompts, "train") for answers in config.data.answers.values()]
+    for counts, split in asked:
+        for source, count in counts.items():
+            if not source.startswith("code"):
+                assert prompts.load(source, config.data.seed, count, split)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("qwen3_8b", ""), ("smollm2_135m_dflash", "h200")])
+def test_the_number_of_one_source_is_no_other_ones(name, variant):
+    config = load(name, variant)
+    before = {**config.data.answers.greedy.prompts, **config.data.natural}
+    config.data.answers.greedy.prompts.code = 7  # as --config.data.answers.greedy.prompts.code=7 does
+    assert {**config.data.answers.greedy.prompts, **config.data.natural} == before | {"code": 7}

@@ -97,6 +97,7 @@ def test_fields_that_can_not_be_set_are_named(fields, message):
     ("text", "message"),
     [
         ("", r"defines no sweep\(variant\)"),
+        ("def sweep(variant): raise ValueError('no variant')", r"config.py has no such sweep: no variant"),
         ("def sweep(variant): return []", r"returns \[\], must be"),
         ("def sweep(variant): return {'a/b': {}}", r"has the name 'a/b', must be letters"),
         ("def sweep(variant): return {'..': {}}", r"has the name '\.\.'"),
@@ -163,8 +164,8 @@ def test_a_failing_point_holds_nothing_up_and_finished_ones_are_left_alone(tmp_p
     (tmp_path / "train.py").write_text(TRAIN)
     root = tmp_path / "runs"
 
-    def launch(*more):
-        words = ["-m", "dflash_jax.training.sweep", "--config=config.py", f"--workdir={root}", *more]
+    def launch(*more, config=("--config=config.py",)):
+        words = ["-m", "dflash_jax.training.sweep", *config, f"--workdir={root}", *more]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
@@ -175,6 +176,10 @@ def test_a_failing_point_holds_nothing_up_and_finished_ones_are_left_alone(tmp_p
     shown = printed.stdout.splitlines()
     assert len(shown) == 3 and shown[1].startswith("python train.py --config=config.py --workdir=")
     assert shown[1].endswith("--config.seed=2 --config.rate=1.5")
+    apart = launch("--config.rate", "2.5", "--only=two", config=("--config", "config.py"))
+    assert "--config=config.py " in apart.stdout and " --config.rate=2.5 --config.seed=2 " in apart.stdout
+    refused = launch("--only=(")
+    assert refused.returncode == 1 and "FATAL --only is '(', which is no regular expression" in refused.stderr
 
     first = launch("--run")
     assert first.returncode == 1 and "1 of 3 points failed: two" in first.stderr

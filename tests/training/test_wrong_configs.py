@@ -2,9 +2,10 @@
 
 import pytest
 
-from configs import smollm2_135m_dflash
+from configs import benchmark_smollm2, smollm2_135m, smollm2_135m_dflash
 from dflash_jax.config import ConfigError
 from dflash_jax.training import from_config, loop
+from dflash_jax.training.compile_only import compile_only
 
 NAN = float("nan")
 INSTRUCTION = {"prompts": {"instruction": 2}}
@@ -81,7 +82,8 @@ def test_wrong_fields_are_refused_before_anything_is_done(field, value, message,
         ("drafter.draft_vocab_size", 10**6, "drafter.draft_vocab_size is 1000000, must be at most 259"),
         ("drafter.init_layers", (3, 9), r"drafter.init_layers holds 9, must lie in \[0, 5\)"),
         ("drafter.target_layer_ids", 0, "target_layer_ids is 0, must be a number of taps"),
-        ("drafter.init_from", "no/such/place/at/all", "no/such/place/at/all is no directory"),
+        ("drafter.init_from", "no/such/place/at/all", "drafter.init_from: no/such/place/at/all is no directory"),
+        ("target.dtype", "bfloat16", "target.dtype is 'bfloat16', but random:tiny is made in float32"),
         ("data.seq_len", 4096, "data.seq_len is 4096, must be at most 1024"),
         ("data.answers", {"a": INSTRUCTION | {"drafter": "./nowhere"}}, "./nowhere is no directory"),
         ("data.answers", {"a": INSTRUCTION, "b": {"prompts": [("no.jsonl", 3)]}}, "no.jsonl"),
@@ -92,3 +94,25 @@ def test_what_does_not_suit_the_target_is_refused_before_it_answers(field, value
     with pytest.raises(ValueError, match=message):
         loop.train(config_with(field, value), tmp_path)
     assert not list(tmp_path.rglob("responses.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (smollm2_135m, "the config has no seed, data, step, .*: it is none that trains; one that does, such as"),
+        (benchmark_smollm2, "the config has no seed, mesh, data, .*: it is none that trains"),
+    ],
+)
+def test_configs_that_do_not_train_are_named_as_such(config, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        loop.train(config.get_config(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="it is none that trains"):
+        compile_only(config.get_config(), "v5e:2x2")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "block_size", "mask_token_id", "init_layers", "trunk"])
+def test_missing_fields_of_the_drafter_are_named(name, tmp_path):
+    config = smollm2_135m_dflash.get_config("tiny")
+    del config.drafter[name]
+    with pytest.raises(ConfigError, match=f"drafter needs the field '{name}'"):
+        loop.train(config, tmp_path / "run")
