@@ -131,11 +131,19 @@ def experiment(
     config.evaluation.batch_size = 8
     config.evaluation.max_prompt_tokens = 1024
     config.evaluation.cost_repeats = 20  # of each timed call, for predicted_speedup; 0: no prediction
+    config.evaluation.chat_template_kwargs = ConfigDict()
 
     config.generation = ConfigDict({"max_tokens": 1024, "temperature": 0.0, "seed": 0})
     config.generation.chat_template_kwargs = ConfigDict()
     config.cache = ConfigDict({"rows": 32, "max_length": 8192, "page_size": 256})
     return config
+
+
+def set_thinking(config: ConfigDict, on: bool) -> None:
+    """Renders prompts for a target that thinks, or not, if its template is told so: for its answers, for the
+    evaluation in between and in serving alike."""
+    for section in (config.data, config.evaluation, config.generation):
+        section.chat_template_kwargs = ConfigDict({"enable_thinking": on})
 
 
 def over_hosts(config: ConfigDict) -> ConfigDict:
@@ -177,6 +185,8 @@ def tiny(config: ConfigDict, architecture: Mapping[str, Any], **drafter: Any) ->
     config.run.update({"log_every": 10, "eval_every": 20})
     config.evaluation.update({"max_tokens": 24, "batch_size": 4, "max_prompt_tokens": 320})
     config.evaluation.prompts = ConfigDict({"instruction": 4})
+    for section in (config.data, config.evaluation, config.generation):
+        section.chat_template_kwargs = ConfigDict()  # the template of the random target has no options
     config.cache.update({"rows": 2, "max_length": 256, "page_size": 64})
     return config
 

@@ -43,6 +43,5 @@ def get_config(variant: str = "") -> ConfigDict:
         "Qwen/Qwen3-8B", QWEN3, num_layers=5, block_size=16, mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33),
     )  # fmt: skip
     config.mesh.fsdp = 16
-    config.data.chat_template_kwargs = ConfigDict({"enable_thinking": False})
-    config.generation.chat_template_kwargs = ConfigDict({"enable_thinking": False})
+    base.set_thinking(config, False)
     return base.tiny(config, TINY) if variant == "tiny" else config

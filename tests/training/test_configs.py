@@ -12,6 +12,7 @@ import pytest
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.data import prompts
 from dflash_jax.data.batches import make_iterator
+from dflash_jax.data.conversations import encode_prompt
 from dflash_jax.data.responses import Sample
 from dflash_jax.decoding.abstract import laid_out
 from dflash_jax.drafters.dflash import DFlash
@@ -19,6 +20,7 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.serving.config import read_config, trains
 from dflash_jax.training.adapter import configured_drafter
 from dflash_jax.training.corpus import TrainingData
+from dflash_jax.training.dry_run import byte_tokenizer
 from dflash_jax.training.loop import train
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -100,3 +102,17 @@ def test_the_number_of_one_source_is_no_other_ones(name, variant):
     before = {**config.data.answers.greedy.prompts, **config.data.natural}
     config.data.answers.greedy.prompts.code = 7  # as --config.data.answers.greedy.prompts.code=7 does
     assert {**config.data.answers.greedy.prompts, **config.data.natural} == before | {"code": 7}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_answers_evaluation_and_serving_render_prompts_alike(name):
+    """Else the best drafter would be chosen on text of another kind than it is trained and served on."""
+
+    def options(config):
+        sections = [config[name] for name in ("data", "evaluation", "generation") if name in config]
+        return [dict(section.get("chat_template_kwargs") or {}) for section in sections]
+
+    first, *others = options(load(name))
+    assert len(others) >= 1 and all(other == first for other in others)
+    for given in options(load(name, "tiny")):  # what the random target's template does not read would be refused
+        assert encode_prompt(byte_tokenizer(), [{"role": "user", "content": "Hello?"}], **given)
