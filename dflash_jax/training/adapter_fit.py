@@ -37,6 +37,8 @@ def fit_adapter(
     first: Target,
     token_RxS: np.ndarray,
     length_R: np.ndarray,
+    position_RxS: np.ndarray | None = None,
+    document_RxS: np.ndarray | None = None,
 ) -> nnx.State:
     """`params` with projections and fc fitted to what the trunk got from its first target.
 
@@ -45,6 +47,7 @@ def fit_adapter(
       trunk, theirs: parameters and configuration of the drafter that the trunk is from.
       first: the target that was made for.
       token_RxS, length_R: rows of text for `fc`; read only where both targets have the same ids.
+      position_RxS, document_RxS: of packed rows, see `forward_rows`.
 
     Raises:
       ConfigError: `first` is not what `theirs` was made for, or the vocabularies have too little in common.
@@ -77,7 +80,8 @@ def fit_adapter(
             head_DxU = np.asarray(drafter.head_projection_DxE[...], np.float64) @ head_DxU
         put(("head_projection_DxE",), solve(np.asarray(now.head_DxV[:, new_U], np.float64).T, head_DxU.T).T)
     if first.config.vocab_size == target.config.vocab_size and np.array_equal(old_U, new_U):
-        put(("fc_TDxD",), _fitted_fc(draft, target, drafter, first, token_RxS, length_R))
+        rows = (token_RxS,) if document_RxS is None else (token_RxS, position_RxS, document_RxS)
+        put(("fc_TDxD",), _fitted_fc(draft, target, drafter, first, rows, length_R))
     else:
         logging.info("ids of %s and %s mean different tokens: fc starts at random", first.source, target.source)
     return nnx.from_flat_state(list(result.items()))
@@ -111,11 +115,13 @@ def solve(x_RxI: np.ndarray, y_RxO: np.ndarray) -> np.ndarray:
 
 
 def _fitted_fc(
-    draft: DrafterConfig, target: Target, drafter: DFlash, first: Target, token_RxS: np.ndarray, length_R: np.ndarray
-) -> np.ndarray:
-    inside_RxS = np.arange(token_RxS.shape[1])[None] < np.asarray(length_R)[:, None]
-    x_RxI = _taps(target, draft.target_layer_ids, token_RxS)[inside_RxS]
-    y_RxD = _taps(first, drafter.config.target_layer_ids, token_RxS)[inside_RxS]
+    draft: DrafterConfig, target: Target, drafter: DFlash, first: Target, rows: tuple[np.ndarray, ...],
+    length_R: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """`rows` are tokens, and of packed ones positions and documents, [R, S] each."""
+    inside_RxS = np.arange(rows[0].shape[1])[None] < np.asarray(length_R)[:, None]
+    x_RxI = _taps(target, draft.target_layer_ids, rows)[inside_RxS]
+    y_RxD = _taps(first, drafter.config.target_layer_ids, rows)[inside_RxS]
     y_RxD = y_RxD @ np.asarray(drafter.fc_TDxD[...], np.float64)
     # The norm behind fc makes all tokens equally large: errors count relative to a token's size. Taps differ in scale
     # by orders of magnitude: the ridge must not.
@@ -126,13 +132,16 @@ def _fitted_fc(
     return solve(x_RxI / size_I, y_RxD) / size_I[:, None]
 
 
-def _taps(target: Target, tap_ids: tuple[int, ...], token_RxS: np.ndarray) -> np.ndarray:
+def _taps(target: Target, tap_ids: tuple[int, ...], rows: tuple[np.ndarray, ...]) -> np.ndarray:
     """Tapped states [R, S, T*D] of rows, a row at a time."""
 
     @jax.jit
-    def run(params: nnx.State, token_1xS: jax.Array) -> jax.Array:
-        return forward_rows(nnx.merge(target.graphdef, params), token_1xS, tap_ids).taps_BxMxTD
+    def run(params: nnx.State, token_1xS: jax.Array, *packed: jax.Array) -> jax.Array:
+        return forward_rows(nnx.merge(target.graphdef, params), token_1xS, tap_ids, *packed).taps_BxMxTD
 
     with sharding.use(target.mesh):
-        rows = [np.asarray(run(target.params, jnp.asarray(row_S)[None])[0], np.float64) for row_S in token_RxS]
-    return np.stack(rows)
+        taps = [
+            np.asarray(run(target.params, *(row_S[None] for row_S in row))[0], np.float64)
+            for row in zip(*rows, strict=True)
+        ]
+    return np.stack(taps)

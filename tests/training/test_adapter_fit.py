@@ -122,3 +122,25 @@ def test_a_run_starts_from_the_fit(first, theirs, tmp_path):
     experiment.drafter.trunk = "trained"
     with pytest.raises(ConfigError, match=r"drafter.init_target is .* but drafter.trunk is 'trained'"):
         train(experiment, tmp_path / "refused", target=target, data=toy.data(), evaluate=None)
+
+
+def test_packed_rows_are_read_as_the_samples_alone(first, theirs):
+    config, trunk = theirs
+    target = toy.target(seed=8)
+    token_RxS = TEXT[0]
+    packed = tuple(
+        np.concatenate([x[::2], x[1::2]], axis=1)
+        for x in (
+            token_RxS,
+            np.broadcast_to(np.arange(20, dtype=np.int32), token_RxS.shape),
+            np.broadcast_to(np.arange(6, dtype=np.int32)[:, None], token_RxS.shape),
+        )
+    )
+    params = toy.drafter(config, seed=9)[1]
+    alone = fit_adapter(params, config, target, trunk, config, first, *TEXT)
+    tokens, positions, documents = packed
+    together = fit_adapter(params, config, target, trunk, config, first, tokens, np.full(3, 40), positions, documents)
+    scale = float(jnp.abs(alone["fc_TDxD"].get_value()).max())
+    np.testing.assert_allclose(
+        together["fc_TDxD"].get_value(), alone["fc_TDxD"].get_value(), atol=1e-3 * scale
+    )  # fmt: skip
