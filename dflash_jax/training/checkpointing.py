@@ -30,6 +30,8 @@ from dflash_jax.training.step import TrainState
 _STATE, _DATA = "state", "data"
 # Facts of earlier checkpoints that decide nothing: any number of processes reads the same rows in the same steps.
 _NO_LONGER_FACTS = ("data.processes",)
+# Facts that earlier checkpoints do not have: nobody can tell any more what they were.
+_LATER_FACTS = ("target.dtype",)
 
 
 class Checkpoints:
@@ -195,12 +197,12 @@ def flatten(state: TrainState) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def unflatten(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
-    """The inverse of `flatten`, with the structure of `like`."""
+def unflatten(arrays: dict[str, jax.Array], like: TrainState) -> TrainState:
+    """The inverse of `flatten`, with the structure of `like`; empties `arrays` as it copies them."""
     raw = like.replace(key=jax.random.key_data(like.key))
     paths, structure = jax.tree_util.tree_flatten_with_path(raw)
     # Fresh buffers: a restored array may share memory with its reader, and the step donates the state.
-    leaves = [jnp.copy(arrays[jax.tree_util.keystr(path)]) for path, _ in paths]
+    leaves = [jnp.copy(arrays.pop(jax.tree_util.keystr(path))) for path, _ in paths]
     state = jax.tree_util.tree_unflatten(structure, leaves)
     return state.replace(key=jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(like.key)))
 
@@ -229,6 +231,8 @@ def check_fingerprint(
         if name in defaults and name not in theirs and not within:
             theirs[name] = defaults[name]
     for name in sorted({*ours, *theirs} - {*_NO_LONGER_FACTS}):
+        if name in _LATER_FACTS and name not in theirs:
+            continue
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
                 f"{where} was trained with {name} = {theirs.get(name, 'unset')!r}, this run has "

@@ -82,6 +82,12 @@ def check_sections(
                 f"data.batch_size is {section.batch_size}, must be a multiple of the {shards} shards that mesh.data x "
                 "mesh.fsdp makes of its rows"
             )
+        if section.batch_size % (shards * step.accumulation):
+            raise ConfigError(
+                f"step.accumulation is {step.accumulation}: data.batch_size = {section.batch_size} leaves each part "
+                f"{section.batch_size // step.accumulation} rows, which do not divide over the {shards} shards of "
+                f"mesh.data x mesh.fsdp; make data.batch_size a multiple of {shards * step.accumulation}"
+            )
     if evaluation:
         size = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation").block_size
         if size is not None and size > config.drafter.block_size:
@@ -243,16 +249,16 @@ def first_params(
 
 def _text(
     batches: BatchIterator, count: int, mesh: jax.sharding.Mesh | None
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(token_RxS, length_R) of the next batches; the iterator is put back."""
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """(token_RxS, length_R), of packed rows also (position_RxS, document_RxS), of the next batches; the iterator is
+    put back."""
     start = batches.get_state()
     taken = [next(batches) for _ in range(count)]
     batches.set_state(start)
     rows = len(taken[0]["length_B"]) * processes.row_share(mesh)[1]
-    return tuple(
-        np.concatenate([processes.first_rows(batch[name], rows, mesh) for batch in taken])
-        for name in ("tokens_BxS", "length_B")
-    )
+    packed = ("position_BxS", "document_BxS") if "document_BxS" in taken[0] else ()
+    names = ("tokens_BxS", "length_B", *packed)
+    return tuple(np.concatenate([processes.first_rows(batch[name], rows, mesh) for batch in taken]) for name in names)
 
 
 def measured(config: ConfigDict, target: Target, draft: DrafterConfig, batches: BatchIterator) -> Statistics:

@@ -43,7 +43,7 @@ from dflash_jax.training.profiling import Profile, peak_device_bytes
 from dflash_jax.training.run_config import RunConfig
 from dflash_jax.training.step import Frozen, StepConfig, TrainState, init_state, make_loss, make_train_step, put_batch
 from dflash_jax.training.watch import Explosion, TrainingDiverged, warn_if_apart
-from dflash_jax.training.workdir import BEST_FILE, held, read_best, read_own_vocabulary
+from dflash_jax.training.workdir import BEST_FILE, held, no_best, read_best, read_own_vocabulary
 
 # Parts of a run's fingerprint, for fields that were added after a run had been saved.
 _KINDS = {"target.config": TargetConfig, "drafter": DrafterConfig, "step": StepConfig, "optimizer": OptimizerConfig}
@@ -123,7 +123,11 @@ def _train(
     logging.info("== drafter")
     fingerprint = {
         "seed": config.seed,
-        "target": {"source": target.source, "config": dataclasses.asdict(target.config)},
+        "target": {
+            "source": target.source,
+            "dtype": jnp.dtype(target.dtype).name,
+            "config": dataclasses.asdict(target.config),
+        },
         "drafter": dataclasses.asdict(draft),
         "init": {
             "layers": list(config.drafter.init_layers),
@@ -137,13 +141,17 @@ def _train(
         "data": data.facts,
     }
     fingerprint = json.loads(json.dumps(fingerprint))  # tuples become lists, as they come back from disk
+    others = {"run": dataclasses.asdict(run), "evaluation": config.get("evaluation", ConfigDict()).to_dict()}
+    processes.check_same({**fingerprint, **others}, f"workdir {workdir}")
     checkpoints = Checkpoints(workdir / "checkpoints", run.keep_checkpoints)
     latest = checkpoints.latest
+    processes.check_same({"the latest checkpoint": latest}, f"workdir {workdir}")
     if latest is None:
         draft_to_target = choose_draft_vocabulary(data.samples, config.drafter.draft_vocab_size, target)
         if processes.is_first():
             (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
-            (workdir / DRAFT_VOCAB_FILE).unlink(missing_ok=True)  # of a run stopped before its first checkpoint
+            for name in (DRAFT_VOCAB_FILE, BEST_FILE):  # of a run stopped before its first checkpoint
+                (workdir / name).unlink(missing_ok=True)
             if draft_to_target is not None:
                 write_draft_vocab(workdir, draft_to_target, draft.vocab_size)
         statistics = from_config.measured(config, own, draft, data.batches)
@@ -160,6 +168,7 @@ def _train(
     changing = trainable(params, config.drafter.trunk)
     optimizer = make_optimizer(optimizer_config, unit, changing)
     state = init_state(params, optimizer, config.seed, mesh, ema=optimizer_config.ema_decay > 0)
+    del params  # the state has copies of its own, laid out on the mesh: these would lie beside them to the end
     if latest is not None:
         state, data_state = checkpoints.restore(latest, state)
         data.batches.set_state(data_state)
@@ -203,7 +212,7 @@ def _train(
     logging.info("== training")
     last_step = min(optimizer_config.total_steps, run.stop_after or optimizer_config.total_steps)
     step, data_state = int(state.step), data.batches.get_state()
-    best = read_best(workdir)
+    best = no_best() if latest is None else read_best(workdir)
     evaluation: dict[str, Any] = {}
     window: list[Any] = []  # metrics of the steps since the last log line
     pending: tuple[int, np.ndarray, Any] | None = None  # the newest step: its number, sample ids, metrics
@@ -241,14 +250,17 @@ def _train(
         if evaluate is None:
             return
         evaluation = dict(evaluate(own, bound(state)))
-        writer.write(step, "eval", evaluation)
         logging.info("step %d evaluation: %s", step, _line(evaluation))
         warn_if_apart(evaluation["tau"], last_summary.get("chain_tau"))
-        if evaluation["tau"] > best["tau"]:
+        # One process decides for all: they export together, and each has read the best so far from a shared disk.
+        if any(processes.of_the_first([evaluation["tau"] > best["tau"]])):
             best = {"step": step, "tau": evaluation["tau"]}
             export(state, "best")
             if processes.is_first():
                 write_atomically(workdir / BEST_FILE, json.dumps(best))
+        # Last: a resumed run takes an evaluation that has its line for done, and one that a kill cut short must come
+        # again, with its export.
+        writer.write(step, "eval", evaluation)
 
     last_summary: dict[str, float] = {}
     explosion = Explosion(run)
@@ -265,6 +277,7 @@ def _train(
         missed = run.eval_every and 0 < step < last_step and step % run.eval_every == 0
         if missed and not any(processes.of_the_first([writer.evaluated])):
             assess()  # the run was stopped between the checkpoint and its evaluation
+            logged_at = time.monotonic()
         while step < last_step:
             batch = dict(next(data.batches))
             placed = put_batch(batch, mesh)  # on its way while the device still takes the step before

@@ -7,7 +7,9 @@ lies on a file system that all of them share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -42,6 +44,34 @@ def all_done(what: str) -> None:
     """Returns once every process has come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
+
+
+def check_same(facts: Mapping[str, object], shared: object) -> None:
+    """Refuses to go on where the processes would train on different things: each would take its own for the run's.
+
+    All processes call this together, and all of them raise.
+
+    Args:
+      facts: JSON-able, by names that are the same in every process.
+      shared: the folder that they must share, for the message.
+
+    Raises:
+      ConfigError: names the first fact that differs.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = [hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()[:8] for value in facts.values()]
+    digest_Nx2 = np.frombuffer(b"".join(digests), np.int32).reshape(len(digests), 2)
+    digest_PxNx2 = multihost_utils.process_allgather(digest_Nx2)
+    for i, (name, value) in enumerate(facts.items()):
+        others = sorted({p for p, rows in enumerate(digest_PxNx2) if (rows[i] != digest_PxNx2[0, i]).any()})
+        if others:
+            raise ConfigError(
+                f"{name} is not the same in all processes: {', '.join(map(str, others))} of {len(digest_PxNx2)} differ "
+                f"from process 0; process {jax.process_index()} has {value!r:.300}. Start all of them with the same "
+                f"config and packages, and put {shared}, and data.directory where it is set, on a file system that all "
+                "of them share"
+            )
 
 
 def here(target: Target) -> Target:

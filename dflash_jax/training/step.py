@@ -118,13 +118,20 @@ def init_state(
       ema: whether a moving average is kept; it begins at the parameters.
     """
 
-    # Copies: the step donates the state, and parameters may be someone else's (a target's, a loaded drafter's).
-    def masters(params):
-        return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    # Copies: the step donates the state, and parameters may be someone else's (a target's, a loaded drafter's). Each is
+    # laid out before the next is made, and moments are made where their parameters lie: no device holds a whole state
+    # that is to be cut.
+    def master(variable: nnx.Variable) -> nnx.Variable:
+        x = jnp.array(variable.get_value(), jnp.float32, copy=True)
+        if mesh is not None:
+            x = sharding.put(x, sharding.named_sharding(mesh, variable.get_metadata("axes"), x.shape))
+        return variable.replace(x)
 
-    average = masters(params) if ema else None
-    params = masters(params)
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed), average)
+    def masters() -> nnx.State:
+        return jax.tree.map(master, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+    average, own = masters() if ema else None, masters()
+    state = TrainState(own, optimizer.init(own), jnp.zeros((), jnp.int32), jax.random.key(seed), average)
     if mesh is None:
         return state
     return jax.tree.map(sharding.put, state, state_shardings(state, mesh))

@@ -61,6 +61,11 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def no_best() -> dict[str, Any]:
+    """`read_best` before the first evaluation."""
+    return {"step": 0, "tau": -math.inf}
+
+
 def read_best(workdir: pathlib.Path) -> dict[str, Any]:
     """The best evaluation so far: its "step" and "tau"; step 0 with a tau of -inf before the first.
 
@@ -68,7 +73,7 @@ def read_best(workdir: pathlib.Path) -> dict[str, Any]:
       CheckpointError: best.json is damaged.
     """
     try:
-        best = read_json(workdir / BEST_FILE) if (workdir / BEST_FILE).exists() else {"step": 0, "tau": -math.inf}
+        best = read_json(workdir / BEST_FILE) if (workdir / BEST_FILE).exists() else no_best()
         if any(not isinstance(best.get(name), int | float) for name in ("step", "tau")):
             raise CheckpointError(f'{workdir / BEST_FILE} holds {best}, must hold the numbers "step" and "tau"')
     except CheckpointError as error:

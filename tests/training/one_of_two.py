@@ -1,9 +1,10 @@
 """A training run on a mesh of 2 x 2, by as many processes as there are: the same run with one and with two.
 
-    python -m tests.training.one_of_two WORKDIR PROCESS PORT [STEPS] [hang]
+    python -m tests.training.one_of_two WORKDIR PROCESS PORT [STEPS] [hang] [apart]
 
 is one of two processes with two devices each, both on this machine. With `hang` its first evaluation never ends: the
-run stands still behind step 2, whose checkpoint is written meanwhile, until somebody kills it.
+run stands still behind step 2, whose checkpoint is written meanwhile, until somebody kills it. With `apart` each has
+other data, as where the disk is not shared.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def evaluate(target, drafter) -> dict[str, Any]:
     return {"tau": (TOKENS - 1) * len(PROMPTS) / sum(map(len, rounds)), "rounds": rounds}
 
 
-def run(workdir: str, stop_after: int, data: int = 2, evaluate: Evaluate = evaluate) -> TrainResult:
+def run(
+    workdir: str, stop_after: int, data: int = 2, evaluate: Evaluate = evaluate, apart: bool = False
+) -> TrainResult:
     """Steps up to `stop_after` on a mesh of data x 2, with a checkpoint every second step."""
     mesh = make_mesh(data, 2)
     config = toy.experiment(
@@ -44,6 +47,8 @@ def run(workdir: str, stop_after: int, data: int = 2, evaluate: Evaluate = evalu
     config.mesh.update(data=data, tensor=2)
     config.step.accumulation = 1
     rows = toy.data(process=jax.process_index(), processes=jax.process_count())
+    if apart:
+        rows.facts["tokens_sha256"] = str(jax.process_index())
     return train(config, workdir, target=toy.target(mesh=mesh), data=rows, evaluate=evaluate)
 
 
@@ -56,4 +61,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
     steps = int(next((word for word in sys.argv[4:] if word.isdigit()), 4))
-    print(run(sys.argv[1], steps, evaluate=hang if "hang" in sys.argv[4:] else evaluate))
+    options = sys.argv[4:]
+    print(run(sys.argv[1], steps, evaluate=hang if "hang" in options else evaluate, apart="apart" in options))

@@ -140,3 +140,32 @@ def test_meshes_that_do_not_suit_the_processes_are_refused(monkeypatch, data, te
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=message):
         from_config.configured_mesh(ConfigDict({"mesh": {"data": data, "tensor": tensor}}))
+
+
+def test_processes_that_would_train_on_different_things_all_refuse(monkeypatch):
+    facts = {"data": {"samples": 12}, "seed": 3}
+
+    def gathered(change):
+        def allgather(rows_Nx2):
+            other = rows_Nx2.copy()
+            other[change] += 1
+            return np.stack([rows_Nx2, other])
+
+        return allgather
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for change, name in ((0, r"data is not the same .*: 1 of 2 .* has \{'samples': 12\}"), (1, "seed is not the same")):
+        monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered(change))
+        with pytest.raises(ConfigError, match=name):
+            processes.check_same(facts, "workdir /w")
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda rows: np.stack([rows, rows]))
+    processes.check_same(facts, "workdir /w")
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_share_their_data_are_told_so(tmp_path):
+    """Each would train on its own half of the answers, and nothing would show it."""
+    for process in start_two(tmp_path, "apart"):
+        _, errors = process.communicate(timeout=500)
+        assert process.returncode == 1 and "data is not the same in all processes: 1 of 2 differ" in errors, errors
+    assert not (tmp_path / "checkpoints").exists()

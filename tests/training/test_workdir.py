@@ -5,10 +5,13 @@ import shutil
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from dflash_jax.checkpoints.placement import CheckpointError
 from dflash_jax.config import ConfigError, MoeConfig, TargetConfig
+from dflash_jax.models.target import random_target
+from dflash_jax.training import loop
 from dflash_jax.training.checkpointing import check_fingerprint
 from dflash_jax.training.loop import train
 from dflash_jax.training.step import StepConfig
@@ -96,6 +99,7 @@ def test_a_run_saved_before_a_field_was_added_goes_on(workdir):
     facts = workdir / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
     written = json.loads(facts.read_text())
     saved = written["custom_metadata"]["fingerprint"]
+    assert saved["target"].pop("dtype") == "float32"
     assert saved["step"].pop("scan_target") is False and saved["step"]["loss"].pop("teacher_dtype") == "float32"
     assert saved["target"]["config"].pop("norm_offset") == 0.0 and saved["optimizer"].pop("momentum") == 0.95
     facts.write_text(json.dumps(written))
@@ -192,3 +196,43 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tmp_path):
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert [x["step"] for x in lines if x["kind"] == "eval"] == [1, 2, 3]
     assert len(calls) == 4  # the last one once more
+
+
+def test_the_best_of_a_run_that_left_no_checkpoint_is_not_this_ones(tmp_path):
+    (tmp_path / "best.json").write_text('{"step": 50, "tau": 3.5}')  # of another config, stopped before it saved
+    result = train(
+        toy.experiment(**OPTIONS), tmp_path, target=toy.target(), data=toy.data(), evaluate=lambda *_: {"tau": 1.5}
+    )
+    assert result.best == {"step": 2, "tau": 1.5} == read_best(tmp_path)
+    assert (tmp_path / "best" / "config.json").exists()
+
+
+def test_a_best_drafter_whose_export_a_kill_prevented_is_exported_at_the_resume(tmp_path, monkeypatch):
+    options = {"save_every": 1, "eval_every": 1, "stop_after": 3}
+    taus = {"calls": [], 1: 2.5, 2: 1.5, 3: 1.25}
+
+    def evaluate(target, drafter):
+        taus["calls"].append(int(drafter.source.rpartition(" ")[2]))
+        return {"tau": taus[taus["calls"][-1]]}
+
+    def go():
+        return train(toy.experiment(**options), tmp_path, target=toy.target(), data=toy.data(), evaluate=evaluate)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "export_drafter", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go()
+    assert go().best == {"step": 1, "tau": 2.5}
+    assert taus["calls"] == [1, 1, 2, 3]
+    assert json.loads((tmp_path / "best" / "config.json").read_text())["dflash_jax"]["training"]["step"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "eval"] == [1, 2, 3]
+
+
+def test_a_target_in_another_dtype_is_another_run(workdir):
+    other = random_target(toy.target_config(), dtype=jnp.bfloat16)
+    with pytest.raises(ConfigError, match=r"target\.dtype = 'float32', this run has 'bfloat16'"):
+        train(toy.experiment(**OPTIONS), workdir, target=other, data=toy.data())

@@ -116,3 +116,11 @@ def test_missing_fields_of_the_drafter_are_named(name, tmp_path):
     del config.drafter[name]
     with pytest.raises(ConfigError, match=f"drafter needs the field '{name}'"):
         loop.train(config, tmp_path / "run")
+
+
+def test_parts_of_a_batch_that_do_not_divide_over_the_mesh_are_refused(tmp_path):
+    """Each device would hold, and compute, the whole part: right, and with nothing of what accumulation is for."""
+    config = config_with("step.accumulation", 2)
+    config.mesh.data = 4
+    with pytest.raises(ConfigError, match=r"leaves each part 2 rows, .* the 4 shards .* a multiple of 8"):
+        loop.train(config, tmp_path / "run")
