@@ -218,15 +218,26 @@ def shared_weights(target: Target, draft_to_target: np.ndarray | None = None) ->
     if ids_U is None and head_DxV is not None:
         return SharedWeights(table_VxD, head_DxV)
 
-    def make(array: jax.Array, ids_U: jax.Array | None) -> jax.Array:
-        if head_DxV is None:
-            return (array if ids_U is None else array[ids_U]).T
-        return array[:, ids_U]
-
     size = config.vocab_size if ids_U is None else ids_U.shape[0]
     layout = None if mesh is None else sharding.named_sharding(mesh, ("embed", "vocab"), (config.hidden_size, size))
-    head_DxU = jax.jit(make, out_shardings=layout)(table_VxD if head_DxV is None else head_DxV, ids_U)
-    return SharedWeights(table_VxD, head_DxU, ids_U)
+    tied = head_DxV is None
+    return SharedWeights(table_VxD, _head_columns(tied, layout)(table_VxD if tied else head_DxV, ids_U), ids_U)
+
+
+@functools.cache
+def _head_columns(tied: bool, layout: jax.sharding.NamedSharding | None) -> Callable[..., jax.Array]:
+    """columns(matrix, ids_U or None) -> head_DxU, jitted once: a run binds a drafter at each evaluation.
+
+    Args:
+      tied: the matrix is the table [V, D], not a head [D, V].
+    """
+
+    def columns(matrix: jax.Array, ids_U: jax.Array | None) -> jax.Array:
+        if tied:
+            return (matrix if ids_U is None else matrix[ids_U]).T
+        return matrix[:, ids_U]
+
+    return jax.jit(columns, out_shardings=layout)
 
 
 def check_mask(config: DrafterConfig, target: Target, way_out: str) -> None:

@@ -343,6 +343,15 @@ def test_the_head_is_the_targets(tied, ids):
     np.testing.assert_array_equal(shared.embedding_VxD, params["embedding_VxD"].get_value())
 
 
+def test_a_drafter_that_is_bound_again_compiles_nothing(caplog):
+    """A run binds one at each evaluation."""
+    tied = target(tied=True)
+    shared_weights(tied, USED_IDS)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        shared_weights(tied, USED_IDS)
+    assert not [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (8, 1)])
 def test_parameters_lie_on_the_targets_mesh(tmp_path, data, tensor, tied):
