@@ -9,10 +9,13 @@ round of 32 rows of 8k tokens, and a training step with the target in it, take o
 (tpu7x:4x4x4 is 64 chips of two devices each.) The variant `train` differs in its mesh and in
 scanning the target's layers.
 
-`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts: with `--distributed`
-on each of them serve.py answers from all, and train.py runs the variant `train`, the target over the hosts, on answers
-that exist: the variant asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural`
-(docs/pods.md).
+On a slice, whose hosts share /SHARED, the target lies over all of them: it answers on the mesh that decodes well, and
+the drafter trains on the other.
+
+    python train.py --config=configs/deepseek_v3.py --workdir=/SHARED/run --distributed --data_only
+    python train.py --config=configs/deepseek_v3.py:train --workdir=/SHARED/run --distributed
+
+`target.source` is what loading reads. Time and tau: not yet run. The variant evaluates nothing (docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. No DFlash drafter of this target is known;
 the one here has the shape that the conventions would give it (five layers, block 16, five taps by the default rule)

@@ -9,10 +9,13 @@ target in it, take on each device. Results: docs/pods.md. (tpu7x:4x4x4 is 64 chi
 `train` differs in its mesh, because a step wants rows on many devices and a round few hops, and in scanning the
 target's layers, which compiles faster.
 
-`target.source` is what loading would read. Time and tau: not yet run. Such a slice has many hosts: with `--distributed`
-on each of them serve.py answers from all, and train.py runs the variant `train`, the target over the hosts, on answers
-that exist: the variant asks for none and evaluates nothing; give it `--config.data.stores`, or set `data.natural`
-(docs/pods.md).
+On a slice, whose hosts share /SHARED, the target lies over all of them: it answers on the mesh that decodes well, and
+the drafter trains on the other.
+
+    python train.py --config=configs/qwen35_397b_a17b.py --workdir=/SHARED/run --distributed --data_only
+    python train.py --config=configs/qwen35_397b_a17b.py:train --workdir=/SHARED/run --distributed
+
+`target.source` is what loading reads. Time and tau: not yet run. The variant evaluates nothing (docs/pods.md).
 
 `architecture` is the published config.json as far as the decoder reads it. The drafter's is what one trained by the
 conventions of the published Qwen3.5 drafters has: five layers, block 16, five taps by the default rule.

@@ -152,9 +152,11 @@ def parse_flags(argv: list[str]) -> list[str]:
             raise
         while error.args and isinstance(error.args[0], Exception):
             error = error.args[0]
-        reason = " ".join(str(error.args[0]).split())  # 'name' Did you mean ...
-        name = reason.split("'")[1] if reason.startswith("'") else ""
-        flag = next((arg for arg in given if name and f".{name}" in arg), " ".join(given))
+        reason = " ".join(str(error.args[0]).split())
+        if not reason.startswith("'"):  # not 'name' Did you mean ...: a string or a number was asked for a field
+            fail(f"{' '.join(given)} names no field of the config: a value has none ({reason})")
+        name = reason.split("'")[1]
+        flag = next((arg for arg in given if f".{name}" in arg), " ".join(given))
         fail(f"{flag} names no field of the config: it has no {reason}")
 
 

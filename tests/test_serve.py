@@ -85,6 +85,10 @@ def test_second_start_compiles_nothing(place, first_start):
             ["--config.target.dtyp=float32"],
             "--config.target.dtyp=float32 names no field of the config: it has no 'dtyp'",
         ),
+        (
+            ["--config.target.dtype.x=1"],
+            "--config.target.dtype.x=1 names no field of the config: a value has none (",
+        ),
         (["--config.generation.max_tokens=0", "--prompt=x"], "generation.max_tokens is 0, must be at least 1"),
         (["--config=nowhere.py", "--prompt=x"], "--config names a file that can not be read: [Errno 2]"),
         (["--config=nothing.py"], "--config names a file without get_config(), which is no experiment"),

@@ -19,7 +19,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,12 +32,12 @@ from flax import nnx
 
 from dflash_jax import sharding
 from dflash_jax.config import ConfigError
+from dflash_jax.data.fingerprints import target_fingerprint
 from dflash_jax.data.responses import (
     Sample,
     StoreError,
     read_manifest,
     refuse_difference,
-    target_fingerprint,
     write_atomically,
 )
 from dflash_jax.models.target import Target
@@ -252,6 +252,7 @@ def compute_features(
     tokens_per_batch: int = 2048,
     part: int = 0,
     parts: int = 1,
+    wait: Callable[[str], None] | None = None,
     progress: bool = True,
 ) -> FeatureStore:
     """Fills a feature store with what is missing for these samples and returns it.
@@ -261,6 +262,8 @@ def compute_features(
     Args:
       part, parts: this process's number and how many compute at the same time: each does the samples whose keys fall to
         it and writes a part of its own. Once all are done, a `FeatureStore` that is opened anew has everything.
+      wait: for a target that lies over the processes, returns once every one of them has called it: they compute every
+        sample together then, and each writes its share of the batches.
       tap_ids: 0-based layers whose output is kept, ascending.
       tokens_per_batch: tokens of one target call, padding included; a longer sample is a call of its own.
 
@@ -280,11 +283,14 @@ def compute_features(
     if not 0 <= part < parts:
         raise ConfigError(f"part is {part}, must lie in [0, {parts})")
     fingerprint = feature_fingerprint(target, tap_ids)
-    own = samples if parts == 1 else [s for s in samples if int(sample_key(s), 16) % parts == part]
+    alone = parts > 1 and wait is None
+    own = [s for s in samples if int(sample_key(s), 16) % parts == part] if alone else samples
     if (pathlib.Path(path) / _MANIFEST).exists():
         store = FeatureStore(path, fingerprint, part=part)
         if all(sample in store for sample in own):
             return store  # nothing to write, so another process may be writing here meanwhile
+    if wait is not None:
+        wait("the features were looked at")
     folder = part_folder(pathlib.Path(path), part)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "w") as lock:
@@ -295,14 +301,17 @@ def compute_features(
                 f"feature store {folder} is being written by another process; wait for it or stop it"
             ) from error
         store = FeatureStore(path, fingerprint, create=True, part=part)
-        _fill(store, target, own, tap_ids, tokens_per_batch, progress)
+        if wait is not None:
+            wait("the features are read")  # the same are missing to all, since nobody writes before
+        _fill(store, target, own, tap_ids, tokens_per_batch, (part, parts) if wait is not None else (0, 1), progress)
     return store
 
 
 def _fill(
     store: FeatureStore, target: Target, samples: Sequence[Sample], tap_ids: tuple[int, ...], tokens_per_batch: int,
-    progress: bool,
+    share: tuple[int, int], progress: bool,
 ) -> None:  # fmt: skip
+    """Computes what is missing of the samples and writes batches index, index + count, ... (`share`)."""
     missing = {sample_key(s): s for s in samples if s not in store}
     total, done = sum(s.length for s in missing.values()), 0
     start = shown = time.perf_counter()
@@ -316,12 +325,13 @@ def _fill(
         )
 
     pending: tuple[Sequence[Sample], tuple[jax.Array, jax.Array]] | None = None
-    for batch, token_BxS in _batches(list(missing.values()), tokens_per_batch):
+    index, count = share
+    for number, (batch, token_BxS) in enumerate(_batches(list(missing.values()), tokens_per_batch)):
         with sharding.use(target.mesh):
             computed = _features(target.graphdef, target.params, token_BxS, tap_ids)
         if pending is not None:  # written while the device computes the next batch
             write(*pending)
-        pending = batch, computed
+        pending = (batch, computed) if number % count == index else None
         done += sum(s.length for s in batch)
         now = time.perf_counter()
         if progress and (now - shown >= LOG_EVERY_S or done == total):
@@ -336,7 +346,10 @@ def _features(
     graphdef: nnx.GraphDef, params: nnx.State, token_BxS: jax.Array, tap_ids: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     result = forward_rows(nnx.merge(graphdef, params), token_BxS, tap_ids)
-    return result.taps_BxMxTD.astype(jnp.bfloat16), result.hidden_BxMxD.astype(jnp.bfloat16)
+    # Whole on every device: a process must be able to read them where the target lies over several.
+    whole = (None, None, None)
+    taps, hidden = sharding.constrain(result.taps_BxMxTD, whole), sharding.constrain(result.hidden_BxMxD, whole)
+    return taps.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
 
 
 def _batches(samples: list[Sample], tokens_per_batch: int) -> Iterator[tuple[list[Sample], np.ndarray]]:

@@ -14,8 +14,9 @@ from absl import logging
 from dflash_jax.config import ConfigError
 from dflash_jax.data.code_prompts import stable_hash
 from dflash_jax.data.conversations import encode_conversation, encode_prompt
+from dflash_jax.data.fingerprints import fingerprint, rendering_fingerprint
 from dflash_jax.data.prompts import Prompt
-from dflash_jax.data.responses import Response, ResponseStore, conversation_id, fingerprint, rendering_fingerprint
+from dflash_jax.data.responses import FollowingStore, Response, ResponseStore, conversation_id
 from dflash_jax.data.turns import Talk
 from dflash_jax.decoding.engine import Engine, Request
 from dflash_jax.decoding.sizes import capacity_bucket
@@ -38,6 +39,19 @@ class Report:
     seconds: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class InStep:
+    """How a process answers together with others, none of which has the target whole.
+
+    Attributes:
+      writes: whether it is the one whose answers go into the store; the others have the same ones and note them.
+      wait: returns once every process has called it.
+    """
+
+    writes: bool
+    wait: Callable[[str], None]
+
+
 def regenerate(
     target: Target,
     prompts: Iterable[Prompt],
@@ -55,6 +69,7 @@ def regenerate(
     multi_turn: bool = False,
     drafter: Drafter | None = None,
     progress: bool = True,
+    in_step: InStep | None = None,
 ) -> Report:
     """Lets the target answer every prompt that the store has no answer to yet, in batches.
 
@@ -72,6 +87,7 @@ def regenerate(
         response of its own (ID/turn0, ID/turn1, ...). A conversation ends where an answer was cut at max_new_tokens.
       drafter: speeds the decoding up without changing what is written.
       progress: a bar on a terminal, a log line every 20 seconds elsewhere.
+      in_step: for a target that lies over several processes: all of them call this with the same arguments.
 
     Raises:
       ConfigError: a field out of range; a prompt that is answered already, without multi_turn; with it, a conversation
@@ -87,7 +103,7 @@ def regenerate(
     if multi_turn:
         made_by["multi_turn"] = True
     report = Report()
-    with ResponseStore(store, made_by) as opened:
+    with _opened(pathlib.Path(store), made_by, in_step) as opened:
         waiting = [Talk(prompt, target.tokenizer, multi_turn) for prompt in _distinct(prompts)]
         stored = {response.id: response for response in opened.rows()} if multi_turn else {}
         meter = None
@@ -141,6 +157,21 @@ def regenerate(
         if meter is not None:
             meter.close()
     return report
+
+
+def _opened(store: pathlib.Path, made_by: Mapping[str, Any], in_step: InStep | None) -> ResponseStore:
+    """The store to answer into. In step all find the same in it: nobody appends before all have read."""
+    if in_step is None:
+        return ResponseStore(store, made_by)
+    if ResponseStore.exists(store):
+        FollowingStore(store, made_by)  # what is wrong with it stops all of them, and none waits for another
+    in_step.wait("the store was looked at")
+    opened = ResponseStore(store, made_by) if in_step.writes else None
+    in_step.wait("the store is there")
+    if opened is None:
+        opened = FollowingStore(store, made_by)
+    in_step.wait("the store is read")
+    return opened
 
 
 def regenerate_share(

@@ -16,13 +16,9 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dflash_jax.config import ConfigError
-from dflash_jax.models.target import Target
 
 Mode = Literal["greedy", "sampled", "natural"]
 MODES = ("greedy", "sampled", "natural")
@@ -30,8 +26,6 @@ FORMAT = 1
 TURN = "/turn"  # between the id of a conversation and the number of a turn in it
 _MANIFEST = "manifest.json"
 _ROWS = "responses.jsonl"
-_PROBE_TEXT = "def f(x: int = 10) -> str:\n    return 'a  b'  # naïve — ½ 東京 🙂\n"
-_PROBE_CHAT = ({"role": "user", "content": "Hello?"},)
 
 
 class StoreError(ConfigError):
@@ -178,99 +172,6 @@ def read_samples(
     return samples
 
 
-# What produced the answers ---------------------------------------------------------------------------------
-
-
-def fingerprint(
-    target: Target,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """All that an answer depends on, as JSON: target, weights, dtype, tokenizer, template, sampling, limit."""
-    rendering = {}
-    if target.tokenizer is not None:
-        rendering = rendering_fingerprint(target.tokenizer, chat_template_kwargs or {})
-    return {
-        **target_fingerprint(target),
-        **rendering,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
-
-
-def target_fingerprint(target: Target) -> dict[str, Any]:
-    """What makes two targets the same: source, weights, dtype and tokenizer."""
-    return {
-        "target": target.source,
-        "weights": weights_digest(target.params),
-        "dtype": jnp.dtype(target.dtype).name,
-        "tokenizer": None if target.tokenizer is None else tokenizer_digest(target.tokenizer),
-    }
-
-
-def rendering_fingerprint(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two renderings of one conversation the same: tokenizer, template and template arguments."""
-    kwargs = dict(chat_template_kwargs)
-    return {
-        "tokenizer": tokenizer_digest(tokenizer),
-        "chat_template": template_digest(tokenizer, kwargs),
-        "chat_template_kwargs": kwargs,
-    }
-
-
-def weights_digest(params: nnx.State) -> str:
-    """A digest of parameters from the largest magnitude of each layer and of what lies outside the layers.
-
-    It reads every weight once on the device and moves one number a layer to the host. Training of any kind changes
-    it; how projections are fused or transposed in memory does not.
-    """
-    groups: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-        if names[0].startswith("head"):
-            continue  # a tied head may be kept as a copy of the table; a head of its own is trained with the rest
-        groups.setdefault("/".join(names[:2]) if names[0] == "layers" else names[0], []).append(leaf)
-    peaks = jax.device_get(_peaks(groups))
-    text = json.dumps({name: f"{float(peak):.9g}" for name, peak in sorted(peaks.items())})
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@jax.jit
-def _peaks(groups: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
-    def peak(leaves):
-        return jnp.max(jnp.stack([jnp.max(jnp.abs(x.astype(jnp.float32))) for x in leaves]))
-
-    return {name: peak(leaves) for name, leaves in groups.items()}
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of what the tokenizer does to a probe text with code, digits, spaces and several scripts."""
-    return hashlib.sha256(json.dumps(_ids(tokenizer.encode(_PROBE_TEXT))).encode()).hexdigest()[:16]
-
-
-def template_digest(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    """A digest of how a probe conversation is rendered with these template arguments."""
-    ids = tokenizer.apply_chat_template(list(_PROBE_CHAT), add_generation_prompt=True, **kwargs)
-    return hashlib.sha256(json.dumps(ids if isinstance(ids, str) else _ids(ids)).encode()).hexdigest()[:16]
-
-
-def _ids(ids: Iterable[int]) -> list[int]:
-    return [int(i) for i in ids]
-
-
-# The store -------------------------------------------------------------------------------------------------
-
-
 class ResponseStore:
     """An append-only folder of responses. Readers may open it while one writer appends.
 
@@ -386,14 +287,17 @@ class ResponseStore:
             raise StoreError(f"store {self.path} is open for reading; open it with a fingerprint to append")
         lines = []
         for response in responses:
-            if response.id in self._keys:
-                raise StoreError(f"store {self.path} already has response {response.id}")
-            self._keys.add(response.id)
+            self._note(response)
             row = {k: v for k, v in dataclasses.asdict(response).items() if v or k not in ("earlier_spans", "follows")}
             lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         # One write in append mode: a kill leaves a prefix of it, of which only the last line can be incomplete.
         self._file.write(b"".join(lines))
         self._file.flush()
+
+    def _note(self, response: Response) -> None:
+        if response.id in self._keys:
+            raise StoreError(f"store {self.path} already has response {response.id}")
+        self._keys.add(response.id)
 
     def rows(self, vocab_size: int | None = None) -> Iterator[Response]:
         """The responses in the order they were added.
@@ -424,6 +328,22 @@ class ResponseStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class FollowingStore(ResponseStore):
+    """The store of a process that answers in step with the one that appends to it: its own rows are noted, not written.
+
+    Raises:
+      StoreError: the store does not exist, or its fingerprint differs (names the field).
+    """
+
+    def __init__(self, path: str | pathlib.Path, fingerprint: Mapping[str, Any]):
+        super().__init__(path)
+        refuse_difference(f"store {self.path}", self.manifest["fingerprint"], json.loads(json.dumps(fingerprint)))
+
+    def append(self, responses: Iterable[Response]) -> None:
+        for response in responses:
+            self._note(response)
 
 
 def _response(row: dict[str, Any]) -> Response:

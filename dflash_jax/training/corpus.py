@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from dflash_jax import sharding
 from dflash_jax.checkpoints.load_drafter import drafter_directory, load_drafter
 from dflash_jax.config import ConfigError, from_config_dict
 from dflash_jax.data import held_out
@@ -24,7 +25,7 @@ from dflash_jax.data.batches import make_iterator
 from dflash_jax.data.features import FeatureStore, compute_features
 from dflash_jax.data.packing import PackedRows, sample_order
 from dflash_jax.data.prompts import Counts, Prompt, check_counts, file_sources, mixture
-from dflash_jax.data.regenerate import regenerate_share, store_natural
+from dflash_jax.data.regenerate import InStep, regenerate_share, store_natural
 from dflash_jax.data.responses import ResponseStore, Sample, read_samples
 from dflash_jax.data.vocabulary import draft_vocabulary
 from dflash_jax.decoding.sampling import check_sampling_value
@@ -201,6 +202,8 @@ def open_training_data(
     if config.batch_size % shares:
         raise ConfigError(f"data.batch_size is {config.batch_size}, must be a multiple of the {shares} processes")
     directory = pathlib.Path(config.directory) if config.directory else workdir / "data"
+    if config.directory and (config.answers or config.natural):
+        processes.check_shared(directory)
     stores: list[_Wanted] = [(pathlib.Path(path), None) for path in config.stores]
     # All sources are read before the first answer: what is wrong with the last of them shall not show after hours.
     asked = {name: _prompts(config, AnswerConfig.of(name, fields).prompts) for name, fields in config.answers.items()}
@@ -246,8 +249,13 @@ def open_training_data(
 def _answers(
     config: DataConfig, asked: Mapping[str, list[Prompt]], target: Target, directory: pathlib.Path
 ) -> list[_Wanted]:
-    """Fills the stores of answers, all processes at the same time, each its share."""
+    """Fills the stores of answers: all processes at the same time, each its share, or, where none has the target whole,
+    all in step."""
     stores = []
+    own = sharding.whole_on_each_process(target.mesh)
+    share: dict[str, Any] = {"part": 0, "parts": 1, "in_step": InStep(processes.is_first(), processes.all_done)}
+    if own:
+        share = {"part": jax.process_index(), "parts": jax.process_count()}
     for name, fields in config.answers.items():
         answers = AnswerConfig.of(name, fields)
         options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
@@ -257,7 +265,7 @@ def _answers(
         prompts = asked[name]
         report, folders = regenerate_share(
             target, prompts, directory / name,
-            part=jax.process_index(), parts=jax.process_count(), wait=processes.all_done, **options,
+            wait=processes.all_done, progress=own or processes.is_first(), **share, **options,
         )  # fmt: skip
         logging.info("answers %r: %s", name, report)
         stores += [(folder, frozenset(p.id for p in prompts)) for folder in folders]
@@ -284,9 +292,13 @@ def _prompts(config: DataConfig, counts: Counts) -> list[Prompt]:
 def _features(
     target: Target, samples: Sequence[Sample], path: pathlib.Path, tap_ids: Sequence[int]
 ) -> FeatureStore:  # fmt: skip
-    """All processes compute at the same time, each its share."""
+    """All processes compute at the same time, each its share, or, where none has the target whole, all in step."""
     part, parts = jax.process_index(), jax.process_count()
-    store = compute_features(target, samples, path, tap_ids, part=part, parts=parts)
+    in_step = not sharding.whole_on_each_process(target.mesh)
+    store = compute_features(
+        target, samples, path, tap_ids, part=part, parts=parts, wait=processes.all_done if in_step else None,
+        progress=not in_step or part == 0,
+    )  # fmt: skip
     if parts == 1:
         return store
     processes.all_done("features")

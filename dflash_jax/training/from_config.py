@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,12 @@ def check_sections(
             "export 'raw' weights"
         )
     for name, instead in (("save_every_minutes", "save_every"), ("max_minutes", "stop_after")):
-        if getattr(run, name) is not None and jax.process_count() > 1:
-            raise ConfigError(f"run.{name} needs a single process; set it to None and use run.{instead}")
+        minutes = getattr(run, name)
+        if minutes is not None and math.isfinite(minutes) and jax.process_count() > 1:
+            raise ConfigError(
+                f"run.{name} is {minutes}, which needs a single process; set it to None (--config.run.{name}=inf) and "
+                f"use run.{instead}"
+            )
     check_section(config.drafter)
     step = StepConfig.of(config.step, config.loss, config.drafter.block_size)
     if data:
@@ -156,23 +161,16 @@ def configured_mesh(config: ConfigDict) -> jax.sharding.Mesh | None:
     return from_config_dict(MeshConfig, config.mesh, "mesh").make()
 
 
-def check_without_own_target(config: ConfigDict, *, data: bool, evaluation: bool) -> None:
+def check_without_own_target(config: ConfigDict, *, evaluation: bool) -> None:
     """Refuses what a process does with a target of its own, where the mesh leaves none of them the target whole.
 
     Args:
-      data, evaluation: as in `check_sections`.
+      evaluation: as in `check_sections`.
 
     Raises:
       ConfigError: names the field.
     """
     asked = [("drafter.init_target", config.drafter.get("init_target"), 'leave it ""')]
-    if data:
-        section = from_config_dict(DataConfig, config.data.to_dict(), "data")
-        made = "make the answers before, by any engine: as files for data.natural, or as a store for data.stores"
-        asked += [
-            ("data.answers", dict(section.answers), f"{made}; and leave it empty"),
-            ("data.features", section.features, "set it to False: the target runs in each step"),
-        ]
     if evaluation:
         section = from_config_dict(EvaluationConfig, config.evaluation.to_dict(), "evaluation")
         timed = section.cost_repeats if section.prompts else 0
@@ -180,9 +178,8 @@ def check_without_own_target(config: ConfigDict, *, data: bool, evaluation: bool
     count = jax.process_count()
     for name, value, way_out in asked:
         if value:
-            shown = ", ".join(map(str, value)) if isinstance(value, (Mapping, list, tuple)) else repr(value)
             raise ConfigError(
-                f"{name} is {shown}, which each process does with a target of its own, and on mesh "
+                f"{name} is {value!r}, which each process does with a target of its own, and on mesh "
                 f"{config.mesh.to_dict()} none of the {count} processes has the target whole: {way_out}. Or, where the "
                 f"target fits into the devices of one, let only mesh.data lead from process to process: a multiple of "
                 f"{count}, such as mesh.data={count} and mesh.fsdp={jax.device_count() // count}"

@@ -105,7 +105,7 @@ def _train(
     logging.info("== target")
     mesh = from_config.configured_mesh(config)
     if not sharding.whole_on_each_process(mesh):
-        from_config.check_without_own_target(config, data=data is None, evaluation=evaluate is None)
+        from_config.check_without_own_target(config, evaluation=evaluate is None)
     if target is None:
         target = from_config.configured_target(config, mesh)
     logging.info("%s: %d layers, hidden size %d", target.source, target.config.num_layers, target.config.hidden_size)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import pathlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -44,6 +46,39 @@ def all_done(what: str) -> None:
     """Returns once every process has come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
+
+
+def check_shared(folder: pathlib.Path) -> None:
+    """Sees that what the first process writes into a folder, made if need be, is there for all of them.
+
+    Raises:
+      ConfigError: on every process, if there is one that does not see it.
+      OSError: on the first process, if it can not write there.
+    """
+    if jax.process_count() == 1:
+        return
+    nonce = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+    file, refused = folder / f".shared-{nonce}", None
+    if is_first():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError as error:
+            refused = error
+    all_done("a file is written")
+    seen = multihost_utils.process_allgather(np.array([file.exists(), refused is None]))
+    if is_first() and refused is None:
+        file.unlink()
+    if refused is not None:
+        raise refused
+    blind = [str(index) for index, (sees, _) in enumerate(seen) if not sees]
+    if not seen[0, 1]:
+        raise ConfigError(f"{folder}: the first process can not write there, see its message")
+    if blind:
+        raise ConfigError(
+            f"{folder} is not the same folder for all {len(seen)} processes: {', '.join(blind)} did not see the file "
+            "that process 0 wrote there. It must lie on a file system that all hosts share"
+        )
 
 
 def check_same(facts: Mapping[str, object], shared: object) -> None:

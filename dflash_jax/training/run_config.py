@@ -17,7 +17,7 @@ class RunConfig:
       stop_after: stop there, with a checkpoint, though the schedule goes on; None runs to total_steps.
       max_minutes: as if stop_after were the step at which `train` has run that long (data and compilation included):
         for a machine that is lent by the hour. One process only. What follows, evaluation and export, comes on top.
-      save_every_minutes: besides save_every; one process only, since clocks differ.
+      save_every_minutes: besides save_every; one process only, since clocks differ. None or inf never, both times.
       max_loss_ratio: a run stops (`TrainingDiverged`) where this many times the median loss of the last 64 steps is
         exceeded in `watch.PATIENCE` steps in a row; None or inf never. max_grad_norm_ratio: the same of the gradient's
         norm before clipping.

@@ -32,7 +32,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
     among hosts that share one, nothing keeps a second run out.
 
     Raises:
-      ConfigError: another run holds it.
+      ConfigError: another run holds it, or the hosts of this run do not share it.
       OSError: the workdir can not be made or written to.
     """
     try:
@@ -41,6 +41,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         raise ConfigError(
             f"workdir {workdir} is no folder, or lies in none ({error}); take another --workdir"
         ) from error
+    processes.check_shared(workdir)
     if not processes.is_first():
         yield
         return

@@ -7,7 +7,8 @@ import tiny
 from dflash_jax.config import ConfigError
 from dflash_jax.data import prompts
 from dflash_jax.data.conversations import MaskError, check_bos, encode_conversation, encode_prompt
-from dflash_jax.data.responses import Response, rendering_fingerprint, sample_of
+from dflash_jax.data.fingerprints import rendering_fingerprint
+from dflash_jax.data.responses import Response, sample_of
 
 TALK = (
     {"role": "system", "content": "Be brief."},

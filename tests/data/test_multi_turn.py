@@ -37,17 +37,9 @@ TALKS = [
 ]  # fmt: skip
 
 
-def ending_often():
-    """A target whose answers end by themselves now and then, so that second turns come to be."""
-    target = tiny.target()
-    table = target.params["embedding_VxD"]
-    target.params["embedding_VxD"] = table.replace(table.get_value().at[tiny.END].mul(200.0))
-    return target
-
-
 @pytest.fixture(scope="module")
 def target():
-    return ending_often()
+    return tiny.ending_often()
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +121,7 @@ def slowly(*arguments, answers=regeneration.answers):
         time.sleep(0.5)
 
 regeneration.answers = slowly
-target = test_multi_turn.ending_often()
+target = test_multi_turn.tiny.ending_often()
 regeneration.regenerate(target, test_multi_turn.TALKS, {str(tmp_path)!r}, **test_multi_turn.SETTINGS, multi_turn=True)
 """
     file, seen = tmp_path / "responses.jsonl", 0
@@ -148,11 +140,11 @@ regeneration.regenerate(target, test_multi_turn.TALKS, {str(tmp_path)!r}, **test
         seen = len(rows)
     with open(file, "ab") as f:
         f.write(b'{"id": "a/tu')  # a third kill, inside a line
-    report = regenerate(ending_often(), TALKS, tmp_path, **SETTINGS, multi_turn=True)
+    report = regenerate(tiny.ending_often(), TALKS, tmp_path, **SETTINGS, multi_turn=True)
     assert (report.found, report.answered) == (seen, len(expected) - seen)
     assert {r.id: r for r in ResponseStore(tmp_path).rows()} == expected
     assert sum(1 for _ in ResponseStore(tmp_path).rows()) == len(expected)
-    again = regenerate(ending_often(), TALKS, tmp_path, **SETTINGS, multi_turn=True)
+    again = regenerate(tiny.ending_often(), TALKS, tmp_path, **SETTINGS, multi_turn=True)
     assert (again.found, again.answered, again.cut) == (len(expected), 0, 0)
 
 

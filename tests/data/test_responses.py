@@ -15,16 +15,15 @@ import tiny
 
 from dflash_jax.config import ConfigError
 from dflash_jax.data import regenerate as regeneration
+from dflash_jax.data.fingerprints import fingerprint, weights_digest
 from dflash_jax.data.prompts import Prompt
 from dflash_jax.data.regenerate import regenerate, store_natural
 from dflash_jax.data.responses import (
     Response,
     ResponseStore,
     StoreError,
-    fingerprint,
     read_samples,
     sample_of,
-    weights_digest,
 )
 
 MADE_BY = {"target": "t", "tokenizer": "k", "temperature": 0.0}

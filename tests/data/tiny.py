@@ -61,6 +61,14 @@ def target(seed: int = 0, template: str = PLAIN) -> Target:
     )
 
 
+def ending_often() -> Target:
+    """A target whose answers end by themselves now and then, so that second turns come to be."""
+    ending = target()
+    table = ending.params["embedding_VxD"]
+    ending.params["embedding_VxD"] = table.replace(table.get_value().at[END].mul(200.0))
+    return ending
+
+
 def samples(count: int, longest: int = 40, seed: int = 0) -> list[Sample]:
     """Random samples; the first three tokens of each are its prompt."""
     rng = np.random.default_rng(seed)

@@ -24,14 +24,14 @@ from dflash_jax.training.initialise import drafter_config
 from tests.training import corpus_of_two
 
 
-def in_two_processes(workdir):
+def in_two_processes(workdir, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.corpus_of_two", workdir, str(i), port],
+            [sys.executable, "-m", "tests.training.corpus_of_two", workdir, str(i), port, *options],
             cwd=pathlib.Path(__file__).parents[2], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True,
         )
@@ -68,6 +68,29 @@ def test_two_processes_answer_and_compute_their_shares_and_read_each_sample_once
     assert [row[0] for row in alone] == [row[0] for row in theirs]
     assert [file.read_bytes() for file in indexes] == before
     assert [len(ResponseStore(data / name)) for name in ("greedy", "greedy.part-1")] == shares
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_target_answer_and_compute_in_step(tmp_path):
+    """Answers, features and batches are those of one device, also where some were lost."""
+    one, mesh = tmp_path / "one", tmp_path / "mesh"
+    expected = first_epoch(corpus_of_two.rows(corpus_of_two.run(one)))
+    stored = {r.id: r for r in ResponseStore(one / "data" / "greedy").rows()}
+    for _ in range(2):
+        found = in_two_processes(mesh, "spread")
+        assert found[0] == found[1]  # every row on both
+        ours = first_epoch(found[0])
+        assert [row[0] for row in ours] == [row[0] for row in expected] and len(ours) == 10
+        np.testing.assert_allclose([row[2] for row in ours], [row[2] for row in expected], rtol=1e-2)
+        data = mesh / "data"
+        assert {r.id: r for r in ResponseStore(data / "greedy").rows()} == stored and len(stored) == 10
+        assert not (data / "greedy.part-1").exists()
+        parts = [data / "features-1-3", data / "features-1-3" / "part-1"]
+        lines = [(part / "index.jsonl").read_bytes().splitlines(keepends=True) for part in parts]
+        assert all(lines)
+        answers = data / "greedy" / "responses.jsonl"
+        answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:6]) + b'{"id": "half')
+        (parts[0] / "index.jsonl").write_bytes(b"".join(lines[0][:-1]))
 
 
 def test_a_drafter_answers_faster_and_not_otherwise(tmp_path, monkeypatch):

@@ -1,8 +1,13 @@
 """Two processes with two devices each against one with four: the same run, written once."""
 
 import json
+import os
+import pathlib
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import jax
@@ -108,6 +113,39 @@ def test_what_two_processes_saved_goes_on_on_eight_devices(straight, tmp_path):
     ours, theirs = arrays(eight, 6), arrays(four, 6)
     for path, value in theirs.items():
         np.testing.assert_allclose(ours[path], value, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_a_workdir_that_hosts_do_not_share_is_refused_by_all(tmp_path):
+    """A folder on each host's own disk: nothing is trained, and none waits for the other."""
+    root = pathlib.Path(__file__).parents[2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        sys.executable,
+        root / "train.py",
+        f"--config={root}/configs/smollm2_135m_dflash.py:tiny",
+        "--distributed",
+    ]
+    changes = ["--config.run.save_every_minutes=inf", "--config.mesh.data=2"]
+    shared = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    started = [
+        subprocess.Popen(
+            [*command, *changes, f"--workdir={tmp_path / str(index)}"], cwd=root, text=True, stderr=subprocess.PIPE,
+            env=os.environ | shared | {"JAX_PROCESS_ID": str(index)},
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    for index, process in enumerate(started):
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 1, errors
+        assert f"FATAL {tmp_path / str(index)} is not the same folder for all 2 processes: 1 did not see" in errors
+        assert [path.name for path in (tmp_path / str(index)).iterdir()] == []
 
 
 def test_one_process_changes_nothing():

@@ -132,20 +132,20 @@ def test_what_needs_a_target_of_its_own_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
     def check(config, **given):
-        from_config.check_without_own_target(config, **{"data": True, "evaluation": True, **given})
+        from_config.check_without_own_target(config, **{"evaluation": True, **given})
 
     check(spread_config())
-    answered = {"greedy": {"prompts": {"code": 3}}}
     for config, message in (
-        (spread_config(data__answers=answered), "data.answers is greedy.*data.stores.*mesh.data=2 and mesh.fsdp=4"),
-        (spread_config(data__features=True), "data.features is True.* set it to False"),
-        (spread_config(evaluation__prompts={"code": 2}), "evaluation.cost_repeats is 20.* set it to 0"),
+        (
+            spread_config(evaluation__prompts={"code": 2}),
+            "evaluation.cost_repeats is 20.* set it to 0.*mesh.data=2 and mesh.fsdp=4",
+        ),
         (spread_config(drafter__init_target="other"), "drafter.init_target is 'other'"),
     ):
         with pytest.raises(ConfigError, match=message):
             check(config)
     check(spread_config(evaluation__prompts={"code": 2}, evaluation__cost_repeats=0))
-    check(spread_config(data__features=True, evaluation__prompts={"code": 2}), data=False, evaluation=False)
+    check(spread_config(evaluation__prompts={"code": 2}), evaluation=False)
 
 
 def test_what_one_process_has_is_read_where_it_lies():

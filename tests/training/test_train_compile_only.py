@@ -62,6 +62,7 @@ def test_compiles_and_fits(tmp_path, features, packing):
 def test_flags_that_do_not_go_together(tmp_path):
     assert "--workdir is needed to train" in train().stderr
     assert "belong together" in train("--compile_only").stderr
+    assert "--compile_only makes no data" in train("--compile_only", "--topology=v5e:2x2", "--data_only").stderr
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,11 @@ from absl import logging
 import dflash_jax
 from dflash_jax.checkpoints.export_drafter import export_drafter
 from dflash_jax.config import ConfigError
+from dflash_jax.data import regenerate
 from dflash_jax.drafters.contract import Drafter
 from dflash_jax.training import acceptance, loop, watch
 from dflash_jax.training.adapter import configured_drafter
+from dflash_jax.training.data_only import make_data
 from dflash_jax.training.dry_run import byte_tokenizer, tiny_target
 from dflash_jax.training.metrics import MetricsWriter, summarise
 from tests.training import toy
@@ -71,6 +73,17 @@ def test_the_tiny_variant_runs_from_prompts_to_export(tiny_run):
     plain = dflash_jax.generate(target, None, prompts, max_tokens=12)[0]
     drafted = dflash_jax.generate(target, drafter, prompts, max_tokens=12)[0]
     assert plain.token_ids == drafted.token_ids
+
+
+def test_data_can_be_made_before(tmp_path, monkeypatch):
+    config = get_config("tiny")
+    make_data(config, tmp_path)
+    made = sorted(path.name for path in (tmp_path / "data").iterdir())
+    assert made == ["features-1-3", "greedy"] and not (tmp_path / "checkpoints").exists()
+    monkeypatch.setattr(regenerate, "answers", None)  # nothing is left to answer
+    make_data(config, tmp_path)
+    with pytest.raises(TypeError):
+        make_data(config, tmp_path / "other")
 
 
 def test_a_field_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
