@@ -138,7 +138,7 @@ def parse_flags(argv: list[str]) -> list[str]:
     except flags.Error as error:
         message = _without_traceback(str(error))
         if "as a ConfigDict" in message:
-            message += "; fields of a section are set one by one: --config.SECTION.FIELD=VALUE"
+            message += "; a section takes a dict, or its fields one by one: --config.SECTION.FIELD=VALUE"
         if "get_config() takes 0 positional arguments" in message:
             message = "--config names a variant, and this config has none; leave the colon and what follows out"
         fail(message)

@@ -6,6 +6,11 @@ import pathlib
 import re
 
 import pytest
+from ml_collections import ConfigDict
+
+from configs import qwen3_8b, smollm2_135m_dflash
+from dflash_jax.config import from_config_dict
+from dflash_jax.training.corpus import AnswerConfig, DataConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,3 +88,14 @@ def test_guarantee_is_said_in_the_same_words_everywhere():
         assert f"less than {MAX_MARGIN_FLOAT32:g}".replace("1e-05", "1e-5") in text
         assert f"at most {MAX_ULPS:g} bfloat16 ulps apart" in text
         assert "**Ties** go to the lowest token id" in text
+
+
+def test_the_example_of_own_text_fits_the_configs():
+    """docs/training.md, "Your own text": its lines at the end of a config make what the run reads."""
+    (example,) = [block for block in blocks(ROOT / "docs" / "training.md", "python") if "config.data.answers" in block]
+    for module in (smollm2_135m_dflash, qwen3_8b):
+        config = module.get_config()
+        exec(example, {"config": config, "ConfigDict": ConfigDict})
+        data = from_config_dict(DataConfig, config.data.to_dict(), "data")
+        assert len(AnswerConfig.of("mine", data.answers["mine"]).prompts) == 3
+        assert data.natural == (("finished.jsonl", None),)

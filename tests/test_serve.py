@@ -93,7 +93,7 @@ def test_second_start_compiles_nothing(place, first_start):
         (["--config=nowhere.py", "--prompt=x"], "--config names a file that can not be read: [Errno 2]"),
         (["--config=nothing.py"], "--config names a file without get_config(), which is no experiment"),
         (["--config=prose.md"], "--config names a file that is no Python: "),
-        (["--config.target=x"], "fields of a section are set one by one: --config.SECTION.FIELD=VALUE"),
+        (["--config.target=x"], "a section takes a dict, or its fields one by one: --config.SECTION.FIELD=VALUE"),
         (["--compile_only", "--topology=v5e:2x2", "--tau=2,x"], "--tau is '2,x', must be numbers, as 2,4,6"),
         (["--config=tiny.py:huge"], "ValueError: variant 'huge' is unknown"),
         (["--config.target.source=nowhere", "--prompt=x"], "nowhere does not exist"),

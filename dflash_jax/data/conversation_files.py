@@ -30,6 +30,8 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".parquet")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
           "tool": "tool"}  # fmt: skip
+# Of messages that have a "role": what chat templates know. Another one would be rendered as if it were.
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 class SourceError(ConfigError):
@@ -110,6 +112,8 @@ def _message(message: Any, where: str) -> Mapping[str, Any]:
         message = {"role": _ROLES[message["from"]], "content": message.get("value")}
     if not isinstance(message, Mapping) or not all(isinstance(message.get(x), str) for x in ("role", "content")):
         raise SourceError(f"{where}: every message needs the strings 'role' and 'content' (or 'from' and 'value')")
+    if message["role"] not in _KNOWN:
+        raise SourceError(f"{where}: 'role' is {message['role']!r}, known are {', '.join(map(repr, _KNOWN))}")
     # Columns of parquet files and datasets hold null where a message lacks a key that others have.
     return {name: value for name, value in message.items() if value is not None}
 

@@ -241,7 +241,7 @@ def mixture(
         dropped from the number, and the log says how many. (Sources written here keep HumanEval out by themselves.)
 
     Raises:
-      ValueError: see `load`; or one id stands for different conversations of two sources.
+      ValueError: see `load`; or a source has nothing, or one id stands for different conversations of two sources.
     """
     prompts: dict[str, Prompt] = {}
     for name, count in counts.items() if isinstance(counts, Mapping) else counts:
@@ -254,6 +254,10 @@ def mixture(
                     len(found),
                 )  # fmt: skip
             found = kept
+        if not found:
+            raise ConfigError(
+                f"prompt source {name!r} has no prompts in split {split!r}; leave it out, or look at its rows"
+            )
         for p in found:
             if prompts.setdefault(p.id, p).messages != p.messages:
                 raise ConfigError(

@@ -30,8 +30,8 @@ class Talk:
         messages = list(prompt.messages)
         if not multi_turn and prompt.answered:
             raise ConfigError(
-                f"prompt {prompt.id} ends with an answer; use store_natural for finished conversations, or multi_turn "
-                "to have every turn of it answered anew"
+                f"prompt {prompt.id} ends with an answer; use store_natural (data.natural) for finished conversations, "
+                "or multi_turn to have every turn of it answered anew"
             )
         if not prompt.answered:
             messages.append({"role": "assistant", "content": None})  # what is to be written

@@ -171,6 +171,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r"messages\[1\]: every message needs"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "'messages' holds no message that could be answered"),
         ('{"conversations": [{"from": "moon", "value": "a"}]}', r"conversations\[0\]: 'from' is 'moon', known"),
+        ('{"messages": [{"role": "human", "content": "a"}]}', r"messages\[0\]: 'role' is 'human', known are"),
         ('{"prompt": "b", "id": [1]}', "line 3: field 'id' must be a string or an integer"),
         ('{"prompt": "b", "id": "one"}', "line 3: id 'one' is used twice"),
     ],

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 
+from dflash_jax.config import ConfigError
 from dflash_jax.data import code_prompts, code_tasks, held_out, prompts, templates
 
 ROOTS = ("json", "email", "statistics", "textwrap", "http")
@@ -190,3 +191,9 @@ def test_without_drops_overlapping_prompts():
     text = some[3].messages[0]["content"]
     left = prompts.without(some, held_out.from_texts([text], n=3))
     assert some[3] not in left and 0 < len(left) < 20
+
+
+def test_a_source_without_prompts_is_named(tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match=r"none\.jsonl' has no prompts in split 'train'"):
+        prompts.mixture([("json", 2), (str(tmp_path / "none.jsonl"), None)])
