@@ -162,9 +162,15 @@ def bind_drafter(
     target: Target,
     draft_to_target: np.ndarray | None = None,
     source: str = "",
+    shared: SharedWeights | None = None,
 ) -> Drafter:
-    """A `Drafter` from a module that is there already, as after training."""
-    shared = shared_weights(target, draft_to_target)
+    """A `Drafter` from a module that is there already, as after training.
+
+    Args:
+      shared: None makes the `shared_weights` of target and draft_to_target; else these, which are in memory already.
+    """
+    if shared is None:
+        shared = shared_weights(target, draft_to_target)
     if config.markov_rank:
         columns_RxU = _markov_columns(graphdef, params, shared.draft_to_target_V, target.mesh)
         shared = shared.replace(markov_RxV=columns_RxU)

@@ -195,7 +195,10 @@ def _train(
         # A copy: the step donates the state's buffers, and the drafter lives on.
         params = chosen(state) if own is target else processes.whole(chosen(state), mesh)
         params = jax.tree.map(lambda x: jnp.array(x, target.dtype, copy=True), params)
-        return bind_drafter(draft, graphdef, params, own, draft_to_target, source=f"{workdir} step {state.step}")
+        shared = frozen.shared if own is target else sharding.on_this_process(frozen.shared, mesh)
+        return bind_drafter(
+            draft, graphdef, params, own, draft_to_target, f"{workdir} step {state.step}", shared
+        )  # fmt: skip
 
     def export(state: TrainState, name: str) -> pathlib.Path:
         params = processes.whole(chosen(state), mesh)

@@ -23,17 +23,20 @@ def alive(shape, dtype=np.float32):
 
 
 def test_the_first_parameters_are_let_go_of(tmp_path):
-    """Parameters, average, two moments, and the drafter that is evaluated."""
-    before, counts = len(alive(FC)), []
+    """Parameters, average, two moments, and the drafter that is evaluated. What it shares with the target is there
+    once: the step's."""
+    before, counts, shared = len(alive(FC)), [], []
 
     def evaluate(target, drafter):
         counts.append(len(alive(FC)) - before)
+        shared.append(drafter.shared)
         return {"tau": 1.5}
 
     config = toy.experiment(stop_after=2, eval_every=1)
     config.drafter.target_layer_ids = TAPS
     train(config, tmp_path, target=toy.target(), data=toy.data(), evaluate=evaluate)
     assert counts[0] == 5  # before a checkpoint is written, which is made of copies
+    assert shared[0].head_DxV.shape[1] < toy.VOCAB and shared[0].head_DxV is shared[1].head_DxV
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

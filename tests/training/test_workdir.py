@@ -82,6 +82,13 @@ def test_a_damaged_best_evaluation_is_named(workdir, text):
     assert read_best(workdir)["step"] == 0
 
 
+def test_a_best_evaluation_without_its_drafter_is_none(tmp_path):
+    (tmp_path / "best.json").write_text('{"step": 5, "tau": 3.5}')
+    assert read_best(tmp_path)["step"] == 0
+    (tmp_path / "best").mkdir()
+    assert read_best(tmp_path) == {"step": 5, "tau": 3.5}
+
+
 @pytest.mark.parametrize("content", [None, b"abcde"])
 def test_a_lost_or_damaged_draft_vocabulary_is_named(workdir, content):
     file = workdir / "draft_vocab.safetensors"
