@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import os
 import pathlib
@@ -45,7 +47,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             main(argv)
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+            _end(INTERRUPTED)
         except Exception as error:
             message = plain_message(error)
             if message is None:
@@ -53,6 +55,21 @@ def run(main: Callable[[list[str]], None]) -> None:
             fail(message)
 
     app.run(plainly, flags_parser=parse_flags)
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process behind what was registered for its end, without the interpreter's teardown.
+
+    XLA compiles in threads of its own, and Ctrl-C does not reach them: the teardown would wait for what they are at,
+    for minutes where a program is large, and then crash.
+    """
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it
+                stream.flush()
+    finally:
+        os._exit(status)
 
 
 def join_processes(patience_s: int = 300) -> None:

@@ -4,9 +4,11 @@ import errno
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -81,6 +83,7 @@ def test_faults_of_the_program_keep_their_traceback(error):
 
 COMMAND = """
 import sys
+import time
 from dflash_jax import command_line
 
 def main(argv):
@@ -129,3 +132,32 @@ def test_workdirs_that_can_be_none_are_refused_at_once(workdir, said, tmp_path):
         [sys.executable, "-c", code, f"--workdir={workdir}"], cwd=ROOT, capture_output=True, text=True
     )  # fmt: skip
     assert ended.returncode == 1 and said in ended.stderr and "begun" not in ended.stdout
+
+
+def test_ctrl_c_ends_at_once_what_xla_compiles():
+    """XLA goes on in its own threads; the interpreter's teardown would wait for them, and then crash."""
+    body = """
+    import jax, jax.numpy as jnp
+    def long(x):
+        for i in range(1500):
+            x = jnp.sin(x) @ x + i
+        return x
+    lowered = jax.jit(long).lower(jnp.ones((64, 64)))
+    print("compiling", flush=True)
+    lowered.compile()
+"""
+    command = [sys.executable, "-c", "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"]
+    command[-1] += COMMAND.format(body=body.strip())
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "compiling\n"
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == command_line.INTERRUPTED
+    assert said.strip() == "interrupted"
