@@ -132,7 +132,7 @@ def test_a_chat_is_that_of_one_process_survives_ctrl_c_and_ends_with_sigterm(sta
     for process in processes:
         process.send_signal(signal.SIGTERM)
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         assert process.returncode == 0, errors(config, 0) + errors(config, 1)
     assert "Traceback" not in errors(config, 0) + errors(config, 1)
 
@@ -162,7 +162,7 @@ def test_one_prompt_is_compared_as_by_one_process(start, config):
 )
 def test_what_is_wrong_ends_all_with_it(start, config, flags, message):
     for index, process in enumerate(start(*flags)):
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         assert process.returncode == 1
         assert message in errors(config, index) and "Traceback" not in errors(config, index)
 
@@ -171,7 +171,7 @@ def test_what_is_wrong_ends_all_with_it(start, config, flags, message):
 def test_a_process_that_fails_alone_ends_the_others(start, config):
     first, second = start("--prompt=one", of_the_second=["--config.target.source=nowhere"])
     for process in (second, first):
-        process.communicate(timeout=90)
+        process.communicate(timeout=200)
         assert process.returncode not in (None, 0)
     assert "FATAL nowhere does not exist" in errors(config, 1)
 
@@ -187,6 +187,6 @@ def test_a_process_that_fails_alone_ends_the_others(start, config):
 def test_wrong_starts(config, flags, variables, message):
     command = [sys.executable, str(ROOT / "serve.py"), f"--config={config}", "--distributed", *flags]
     ended = subprocess.run(
-        command, env=environment(**variables), cwd=ROOT, text=True, capture_output=True, timeout=60, check=False
+        command, env=environment(**variables), cwd=ROOT, text=True, capture_output=True, timeout=200, check=False
     )  # fmt: skip
     assert ended.returncode == 1 and message in ended.stderr and "Traceback" not in ended.stderr

@@ -142,7 +142,7 @@ def test_a_workdir_that_hosts_do_not_share_is_refused_by_all(tmp_path):
         for index in range(2)
     ]  # fmt: skip
     for index, process in enumerate(started):
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=200)
         assert process.returncode == 1, errors
         assert f"FATAL {tmp_path / str(index)} is not the same folder for all 2 processes: 1 did not see" in errors
         assert [path.name for path in (tmp_path / str(index)).iterdir()] == []
