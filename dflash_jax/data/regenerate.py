@@ -279,7 +279,9 @@ def store_natural(
     with ResponseStore(store, rendering_fingerprint(target.tokenizer, kwargs)) as opened:
         for prompt in _distinct(prompts):
             if not prompt.answered:
-                raise ConfigError(f"prompt {prompt.id} has no answer; use regenerate to let the target answer it")
+                raise ConfigError(
+                    f"prompt {prompt.id} has no answer; use regenerate (data.answers) to let the target answer it"
+                )
             if prompt.id in opened:
                 report.found += 1
                 continue
