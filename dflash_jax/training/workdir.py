@@ -37,7 +37,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:  # /proc finds nothing to make it in
         raise ConfigError(
             f"workdir {workdir} is no folder, or lies in none ({error}); take another --workdir"
         ) from error

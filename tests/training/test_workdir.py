@@ -82,6 +82,13 @@ def test_a_damaged_best_evaluation_is_named(workdir, text):
     assert read_best(workdir)["step"] == 0
 
 
+@pytest.mark.parametrize("place", ["file", "file/inside", "/proc/none"])
+def test_a_workdir_that_can_not_be_made_is_named(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"workdir .*{place} is no folder, or lies in none"), held(tmp_path / place):
+        pass
+
+
 def test_a_best_evaluation_without_its_drafter_is_none(tmp_path):
     (tmp_path / "best.json").write_text('{"step": 5, "tau": 3.5}')
     assert read_best(tmp_path)["step"] == 0
