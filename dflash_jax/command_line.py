@@ -210,18 +210,6 @@ def _without_traceback(message: str) -> str:
     return f"{' '.join(head.split())} {lines[-1]}" + (f" ({places[-1]})" if places else "")
 
 
-def check_output_file(flag: str, path: str | pathlib.Path | None) -> None:
-    """Refuses a file that can not be written in the end, before anything is done for it; None is none.
-
-    Raises:
-      ConfigError: names the flag.
-    """
-    if path is not None:
-        parent = pathlib.Path(path).absolute().parent
-        if not parent.is_dir() or pathlib.Path(path).is_dir():
-            raise ConfigError(f"--{flag} is {str(path)!r}, which can not be a file: {parent} must exist")
-
-
 def fail(message: str) -> NoReturn:
     """Ends the program with a message on stderr and status 1."""
     fields = "; the config file names all fields" if "config" in flags.FLAGS else ""

@@ -8,6 +8,7 @@ them as a static, hashable argument.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -421,3 +422,15 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
             "set target_layer_ids explicitly"
         )
     return ids
+
+
+def check_output_file(flag: str, path: str | pathlib.Path | None) -> None:
+    """Refuses a file that can not be written in the end, before anything is done for it; None is none.
+
+    Raises:
+      ConfigError: names the flag.
+    """
+    if path is not None:
+        parent = pathlib.Path(path).absolute().parent
+        if not parent.is_dir() or pathlib.Path(path).is_dir():
+            raise ConfigError(f"--{flag} is {str(path)!r}, which can not be a file: {parent} must exist")

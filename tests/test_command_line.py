@@ -14,8 +14,8 @@ import pytest
 
 from dflash_jax import command_line
 from dflash_jax.checkpoints.placement import CheckpointError
-from dflash_jax.command_line import check_output_file, plain_message
-from dflash_jax.config import ConfigError
+from dflash_jax.command_line import plain_message
+from dflash_jax.config import ConfigError, check_output_file
 from dflash_jax.data.responses import StoreError
 from dflash_jax.training.watch import TrainingDiverged
 

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.checkpoints.load_target import as_dtype
-from dflash_jax.command_line import check_output_file
-from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, check_output_file
 from dflash_jax.decoding.abstract import AbstractStep, abstract_step
 from dflash_jax.decoding.step import step
 from dflash_jax.evaluation.ahead_of_time import Compiled, as_json, compile_program, mesh_on, readable

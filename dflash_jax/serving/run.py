@@ -13,9 +13,8 @@ from ml_collections import ConfigDict
 
 from dflash_jax.checkpoints.load_drafter import load_drafter
 from dflash_jax.checkpoints.load_target import load_target
-from dflash_jax.command_line import check_output_file
 from dflash_jax.compilation_cache import use_compilation_cache
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, check_output_file
 from dflash_jax.decoding.engine import Engine
 from dflash_jax.decoding.lockstep import Leader, follow
 from dflash_jax.drafters.contract import Drafter

@@ -15,8 +15,7 @@ from ml_collections import ConfigDict
 from dflash_jax import sharding
 from dflash_jax.checkpoints.architecture import read_architectures
 from dflash_jax.checkpoints.load_target import as_dtype
-from dflash_jax.command_line import check_output_file
-from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, from_config_dict
+from dflash_jax.config import ConfigError, DrafterConfig, TargetConfig, check_output_file, from_config_dict
 from dflash_jax.decoding.abstract import abstract_shared, laid_out
 from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.evaluation.ahead_of_time import as_json, compile_program, mesh_on, readable
