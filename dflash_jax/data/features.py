@@ -302,7 +302,7 @@ def compute_features(
             ) from error
         store = FeatureStore(path, fingerprint, create=True, part=part)
         if wait is not None:
-            wait("the features are read")  # the same are missing to all, since nobody writes before
+            wait(f"states of {len(store)} samples are found")  # the same are missing to all: nobody writes before
         _fill(store, target, own, tap_ids, tokens_per_batch, (part, parts) if wait is not None else (0, 1), progress)
     return store
 

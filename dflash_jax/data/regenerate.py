@@ -45,7 +45,7 @@ class InStep:
 
     Attributes:
       writes: whether it is the one whose answers go into the store; the others have the same ones and note them.
-      wait: returns once every process has called it.
+      wait: returns once every process has called it with the same text, what it has found.
     """
 
     writes: bool
@@ -170,7 +170,7 @@ def _opened(store: pathlib.Path, made_by: Mapping[str, Any], in_step: InStep | N
     in_step.wait("the store is there")
     if opened is None:
         opened = FollowingStore(store, made_by)
-    in_step.wait("the store is read")
+    in_step.wait(f"{len(opened)} answers are found in {store}")
     return opened
 
 
@@ -194,7 +194,7 @@ def regenerate_share(
       prompts: all of them, the same in every process.
       store: folder of the first store; those of the others lie beside it.
       part, parts: this process's number and how many there are; all call this.
-      wait: returns once every process has called it.
+      wait: returns once every process has called it with the same text, what it has found.
 
     Returns:
       What this process did, and the folders of all stores, in order.
@@ -204,7 +204,7 @@ def regenerate_share(
     held: dict[str, int] = {}
     for number, folder in found.items():
         held |= {conversation_id(key, multi_turn): number for key in ResponseStore(folder).ids}
-    wait("answers are found")  # nobody writes before all have read
+    wait(f"{len(held)} conversations are found in {len(found)} stores")  # nobody writes before all have read
     report = Report()
     distinct = list(_distinct(prompts))
     for number in sorted({*found, part}):

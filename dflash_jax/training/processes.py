@@ -43,9 +43,20 @@ def in_turn(make: Callable[[], T]) -> T:
 
 
 def all_done(what: str) -> None:
-    """Returns once every process has come here."""
-    if jax.process_count() > 1:
+    """Returns once every process has come here.
+
+    Raises:
+      ConfigError: on every process, if `what` is not the same for all: they do not find the same on disk.
+    """
+    if jax.process_count() == 1:
+        return
+    try:
         multihost_utils.sync_global_devices(what)
+    except AssertionError as error:
+        raise ConfigError(
+            f"the processes do not find the same: {what!r} is what process {jax.process_index()} says, and not all say "
+            "so. Put the workdir, and data.directory where it is set, on a file system that all hosts share"
+        ) from error
 
 
 def check_shared(folder: pathlib.Path) -> None:

@@ -200,6 +200,17 @@ def test_processes_that_would_train_on_different_things_all_refuse(monkeypatch):
     processes.check_same(facts, "workdir /w")
 
 
+def test_processes_that_find_different_things_on_disk_are_told_so(monkeypatch):
+    def sync_global_devices(name):
+        raise AssertionError(f"name mismatch ({name})")
+
+    processes.all_done("5 answers")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.multihost_utils, "sync_global_devices", sync_global_devices)
+    with pytest.raises(ConfigError, match=r"'5 answers' is what process 0 says, and not all say so.*hosts share"):
+        processes.all_done("5 answers")
+
+
 @pytest.mark.slow
 def test_processes_that_do_not_share_their_data_are_told_so(tmp_path):
     """Each would train on its own half of the answers, and nothing would show it."""
