@@ -216,6 +216,8 @@ def _train(
     last_step = min(optimizer_config.total_steps, run.stop_after or optimizer_config.total_steps)
     step, data_state = int(state.step), data.batches.get_state()
     best = no_best() if latest is None else read_best(workdir)
+    if not (workdir / "best").exists():  # a kill came between the old one and the new
+        best = no_best()
     evaluation: dict[str, Any] = {}
     window: list[Any] = []  # metrics of the steps since the last log line
     pending: tuple[int, np.ndarray, Any] | None = None  # the newest step: its number, sample ids, metrics

@@ -68,7 +68,7 @@ def no_best() -> dict[str, Any]:
 
 
 def read_best(workdir: pathlib.Path) -> dict[str, Any]:
-    """The best evaluation so far: its "step" and "tau"; step 0 with a tau of -inf where there is no best drafter.
+    """The best evaluation so far: its "step" and "tau"; step 0 with a tau of -inf before the first.
 
     Raises:
       CheckpointError: best.json is damaged.
@@ -81,8 +81,7 @@ def read_best(workdir: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{error}; delete the file: the next evaluation counts as the best so far, and replaces {workdir / 'best'}"
         ) from error
-    # Without its drafter (a kill came between the old one and the new) the next evaluation is the best.
-    return best if (workdir / "best").exists() else no_best()
+    return best
 
 
 def read_own_vocabulary(workdir: pathlib.Path, size: int, vocab_size: int) -> np.ndarray | None:

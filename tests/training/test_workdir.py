@@ -89,13 +89,6 @@ def test_a_workdir_that_can_not_be_made_is_named(tmp_path, place):
         pass
 
 
-def test_a_best_evaluation_without_its_drafter_is_none(tmp_path):
-    (tmp_path / "best.json").write_text('{"step": 5, "tau": 3.5}')
-    assert read_best(tmp_path)["step"] == 0
-    (tmp_path / "best").mkdir()
-    assert read_best(tmp_path) == {"step": 5, "tau": 3.5}
-
-
 @pytest.mark.parametrize("content", [None, b"abcde"])
 def test_a_lost_or_damaged_draft_vocabulary_is_named(workdir, content):
     file = workdir / "draft_vocab.safetensors"
@@ -244,6 +237,18 @@ def test_a_best_drafter_whose_export_a_kill_prevented_is_exported_at_the_resume(
     assert json.loads((tmp_path / "best" / "config.json").read_text())["dflash_jax"]["training"]["step"] == 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "eval"] == [1, 2, 3]
+
+
+def test_a_best_drafter_that_a_kill_left_none_of_does_not_bar_the_next(tmp_path):
+    taus = iter((2.5, 1.5))
+
+    def go(steps):
+        config = toy.experiment(save_every=1, eval_every=1, stop_after=steps)
+        return train(config, tmp_path, target=toy.target(), data=toy.data(), evaluate=lambda *_: {"tau": next(taus)})
+
+    assert go(1).best == {"step": 1, "tau": 2.5}
+    shutil.rmtree(tmp_path / "best")
+    assert go(2).best == {"step": 2, "tau": 1.5} and (tmp_path / "best" / "config.json").exists()
 
 
 def test_a_target_in_another_dtype_is_another_run(workdir):
