@@ -193,7 +193,8 @@ def regenerate_share(
     Args:
       prompts: all of them, the same in every process.
       store: folder of the first store; those of the others lie beside it.
-      part, parts: this process's number and how many there are; all call this.
+      part, parts: this process's number and how many there are; all call this. Of those that answer in step each is
+        part 0 of 1.
       wait: returns once every process has called it with the same text, what it has found.
 
     Returns:
