@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from dflash_jax import command_line
@@ -97,7 +98,7 @@ command_line.run(main)
     ("body", "said"),
     [
         ("raise command_line.TrainingDiverged('step 3: loss nan')", "FATAL step 3: loss nan\nPass --help"),
-        ("open('/dev/full', 'w', buffering=1).write('x\\n')", "No space left on device: the disk is full"),
+        ("import os; os.write(os.open('/dev/full', os.O_WRONLY), b'x')", "No space left on device: the disk is full"),
         ("raise IndexError('a fault')", "Traceback (most recent call last)"),
     ],
 )
@@ -134,12 +135,14 @@ def test_workdirs_that_can_be_none_are_refused_at_once(workdir, said, tmp_path):
     assert ended.returncode == 1 and said in ended.stderr and "begun" not in ended.stdout
 
 
-def test_ctrl_c_ends_at_once_what_xla_compiles():
-    """XLA goes on in its own threads; the interpreter's teardown would wait for them, and then crash."""
-    body = """
+def test_ctrl_c_ends_what_xla_compiles():
+    """XLA goes on in its own threads; the interpreter's teardown would wait for them, and then crash. JAX 0.10 hears of
+    the signal at once, JAX 0.12 when the compilation is over."""
+    layers, patience_s = (1500, 30) if jax.__version_info__ < (0, 11) else (300, 200)
+    body = f"""
     import jax, jax.numpy as jnp
     def long(x):
-        for i in range(1500):
+        for i in range({layers}):
             x = jnp.sin(x) @ x + i
         return x
     lowered = jax.jit(long).lower(jnp.ones((64, 64)))
@@ -156,7 +159,7 @@ def test_ctrl_c_ends_at_once_what_xla_compiles():
             assert process.stdout.readline() == "compiling\n"
             time.sleep(1)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=patience_s)
         finally:
             process.kill()
     assert process.returncode == command_line.INTERRUPTED

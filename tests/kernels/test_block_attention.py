@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import BlockCase, block_inputs, block_oracle
+from equations import equations
 
 from dflash_jax import sharding
 from dflash_jax.kernels import dispatch
@@ -294,20 +295,12 @@ def test_contiguous_reference_copies_nothing():
     assert str(jax.make_jaxpr(paged_call)(*inputs)) == str(jax.make_jaxpr(plain_call)(*inputs))
 
 
-def products(jaxpr):
-    """Every dot_general of a jaxpr, those inside kernels included."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from products(inner)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_products_have_full_precision_and_float32_sums(dtype):
     arrays, keywords = block_inputs(BlockCase(dtype=dtype))
     call = functools.partial(paged_block_attention, **keywords, implementation="pallas")
-    found = list(products(jax.make_jaxpr(call)(*arrays).jaxpr))
+    traced = equations(jax.make_jaxpr(call)(*arrays).jaxpr)
+    found = [equation for equation in traced if equation.primitive.name == "dot_general"]
     assert len(found) >= 4  # scores and mix, of the block and of the context
     for equation in found:
         assert equation.params["preferred_element_type"] == jnp.float32

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 from flax import nnx
 
 from dflash_jax.config import FULL, ConfigError, RopeConfig, TargetConfig
@@ -60,14 +61,6 @@ def test_b33_norm_is_computed_in_float32():
     np.testing.assert_array_equal(np.asarray(out_BxMxD), 1.0)
 
 
-def primitives(jaxpr):
-    """Every equation of a jaxpr and of those within."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from primitives(inner)
-
-
 def test_b33_softmax_phases_norms_and_logits_of_a_bfloat16_model_are_float32():
     config = TargetConfig(
         family="qwen3", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -81,7 +74,7 @@ def test_b33_softmax_phases_norms_and_logits_of_a_bfloat16_model_are_float32():
 
     traced = jax.make_jaxpr(logits)(params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
     found = {"exp": 0, "cos": 0, "sin": 0, "rsqrt": 0, "reduce_sum": 0}
-    for equation in primitives(traced.jaxpr):
+    for equation in equations(traced.jaxpr):
         if equation.primitive.name in found:
             found[equation.primitive.name] += 1
             assert all(v.aval.dtype == jnp.float32 for v in equation.outvars), equation
