@@ -283,8 +283,8 @@ def compute_features(
     if not 0 <= part < parts:
         raise ConfigError(f"part is {part}, must lie in [0, {parts})")
     fingerprint = feature_fingerprint(target, tap_ids)
-    alone = parts > 1 and wait is None
-    own = [s for s in samples if int(sample_key(s), 16) % parts == part] if alone else samples
+    in_step = wait is not None
+    own = samples if in_step or parts == 1 else [s for s in samples if int(sample_key(s), 16) % parts == part]
     if (pathlib.Path(path) / _MANIFEST).exists():
         store = FeatureStore(path, fingerprint, part=part)
         if all(sample in store for sample in own):
@@ -303,7 +303,7 @@ def compute_features(
         store = FeatureStore(path, fingerprint, create=True, part=part)
         if wait is not None:
             wait(f"states of {len(store)} samples are found")  # the same are missing to all: nobody writes before
-        _fill(store, target, own, tap_ids, tokens_per_batch, (part, parts) if wait is not None else (0, 1), progress)
+        _fill(store, target, own, tap_ids, tokens_per_batch, (part, parts) if in_step else (0, 1), progress)
     return store
 
 

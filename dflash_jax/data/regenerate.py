@@ -87,7 +87,8 @@ def regenerate(
         response of its own (ID/turn0, ID/turn1, ...). A conversation ends where an answer was cut at max_new_tokens.
       drafter: speeds the decoding up without changing what is written.
       progress: a bar on a terminal, a log line every 20 seconds elsewhere.
-      in_step: for a target that lies over several processes: all of them call this with the same arguments.
+      in_step: for a target that lies over several processes: all of them call this with the same arguments, and the one
+        that writes shows the progress.
 
     Raises:
       ConfigError: a field out of range; a prompt that is answered already, without multi_turn; with it, a conversation
@@ -123,7 +124,8 @@ def regenerate(
                 else:
                     todo.append((talk, ids))
             if meter is None:
-                meter = _Meter(sum(talk.turns_left for talk, _ in todo), report, progress)
+                shown = progress and (in_step is None or in_step.writes)
+                meter = _Meter(sum(talk.turns_left for talk, _ in todo), report, shown)
             for capacity, group in _by_capacity(todo, max_new_tokens, target.config.max_positions):
                 requests = [
                     Request(

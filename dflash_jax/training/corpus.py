@@ -252,10 +252,9 @@ def _answers(
     """Fills the stores of answers: all processes at the same time, each its share, or, where none has the target whole,
     all in step."""
     stores = []
-    own = sharding.whole_on_each_process(target.mesh)
-    share: dict[str, Any] = {"part": 0, "parts": 1, "in_step": InStep(processes.is_first(), processes.all_done)}
-    if own:
-        share = {"part": jax.process_index(), "parts": jax.process_count()}
+    part, parts = processes.row_share(target.mesh)
+    whole = sharding.whole_on_each_process(target.mesh)
+    in_step = None if whole else InStep(processes.is_first(), processes.all_done)
     for name, fields in config.answers.items():
         answers = AnswerConfig.of(name, fields)
         options = {f.name: getattr(answers, f.name) for f in dataclasses.fields(answers) if f.name != "prompts"}
@@ -265,7 +264,7 @@ def _answers(
         prompts = asked[name]
         report, folders = regenerate_share(
             target, prompts, directory / name,
-            wait=processes.all_done, progress=own or processes.is_first(), **share, **options,
+            part=part, parts=parts, wait=processes.all_done, in_step=in_step, **options,
         )  # fmt: skip
         logging.info("answers %r: %s", name, report)
         stores += [(folder, frozenset(p.id for p in prompts)) for folder in folders]
